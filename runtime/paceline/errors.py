@@ -1,0 +1,72 @@
+"""Every error that paceline raises on purpose.
+
+```
+PacelineError
+├── InvalidInputError         an argument or option out of its range (also a ValueError); the CLI exits with 2
+│   └── ContextLengthError    a prompt that does not fit the model's context
+├── BundleError               a bundle that is missing, truncated, altered, or of a newer format
+├── CheckpointError           a source that cannot be used: unknown name, only pickles, remote code, unsupported model
+├── FetchError                a download that failed or does not match its hash
+├── IncompatiblePairError     a draft model that cannot serve this target
+├── InstallationError         a package that is missing, or two that exclude each other
+├── ModelOutputError          logits that define no distribution (NaN, or nothing but minus infinity)
+└── ParityError               an exported graph that differs from its source beyond tolerance
+```
+
+A message says what was given, what is expected, and how to mend it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BundleError",
+    "CheckpointError",
+    "ContextLengthError",
+    "FetchError",
+    "IncompatiblePairError",
+    "InstallationError",
+    "InvalidInputError",
+    "ModelOutputError",
+    "PacelineError",
+    "ParityError",
+]
+
+
+class PacelineError(Exception):
+    """Base of all errors that paceline raises on purpose."""
+
+
+class InvalidInputError(PacelineError, ValueError):
+    """An argument or option is out of its range."""
+
+
+class ContextLengthError(InvalidInputError):
+    """A prompt does not fit the model's context."""
+
+
+class BundleError(PacelineError):
+    """A bundle is missing, truncated, altered, or of a newer format."""
+
+
+class CheckpointError(PacelineError):
+    """A source cannot be used as a checkpoint."""
+
+
+class FetchError(PacelineError):
+    """A download failed or does not match its hash."""
+
+
+class IncompatiblePairError(PacelineError):
+    """A draft model cannot serve this target model."""
+
+
+class InstallationError(PacelineError):
+    """A package is missing, or two installed packages exclude each other."""
+
+
+class ModelOutputError(PacelineError):
+    """A model returned logits that define no distribution."""
+
+
+class ParityError(PacelineError):
+    """An exported graph differs from its source beyond the tolerance of its precision."""
