@@ -1,0 +1,293 @@
+"""The bundle: the folder that an export writes, and its manifest `paceline.json`.
+
+The manifest is the only contract between export and runtime. Nothing in a bundle is executed.
+
+```
+bundle/paceline.json                 this module's Manifest
+bundle/target/model.onnx  model.onnx.data  config.json
+bundle/draft/…                       the same for the draft model, when there is one
+bundle/tokenizer.json  chat_template.jinja  generation_config.json
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+
+from .errors import BundleError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Bundle",
+    "FileEntry",
+    "Manifest",
+    "ModelEntry",
+    "SourceEntry",
+    "TensorSpec",
+    "TokenizerEntry",
+    "file_sha256",
+]
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "paceline.json"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of a graph input or output; a string in `shape` is a symbolic dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEntry:
+    """Where a model's weights came from. `sha256` covers the checkpoint's weight files, in order of their names."""
+
+    name: str
+    kind: Literal["recipe", "hub", "folder", "gguf"]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and SHA-256 of one file of the bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerEntry:
+    """What the runtime must know of the tokenizer beyond `tokenizer.json`.
+
+    `vocab_size` is the number of ids that have a text: ids `0 … vocab_size - 1`. Logits behind it are padding.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise BundleError(f"tokenizer.vocab_size must be at least 1, got {self.vocab_size}.")
+        for token_id in (self.bos_token_id, *self.eos_token_ids, self.pad_token_id):
+            if token_id is not None and not 0 <= token_id < self.vocab_size:
+                raise BundleError(f"Special token id {token_id} is outside the tokenizer's {self.vocab_size} ids.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One exported model: its graph, its shapes, and how its weights are stored."""
+
+    path: str
+    flavor: Literal["ort"]
+    architecture: str
+    precision: Literal["fp32", "fp16", "int8", "int4"]
+    block_size: int | None  # of the quantised weights
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    max_length: int
+    vocab_size: int  # width of the logits
+    kv_dtype: Literal["float32", "float16"]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    source: SourceEntry
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
+            if getattr(self, field) < 1:
+                raise BundleError(f"{self.path}: {field} must be at least 1, got {getattr(self, field)}.")
+
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of keys and values that one position takes."""
+        itemsize = {"float32": 4, "float16": 2}[self.kv_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of `paceline.json`."""
+
+    format_version: int
+    paceline_version: str
+    target: ModelEntry
+    draft: ModelEntry | None
+    tokenizer: TokenizerEntry
+    files: Mapping[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.vocab_size > self.target.vocab_size:
+            raise BundleError(
+                f"The tokenizer has {self.tokenizer.vocab_size} ids but the target scores only {self.target.vocab_size}."
+            )
+        for name in self.files:
+            check_safe_path(name)
+        for model in (self.target, self.draft):
+            if model is not None and model.path not in self.files:
+                raise BundleError(f"The manifest names the graph {model.path!r} but does not list it among its files.")
+
+    def to_json(self) -> str:
+        """Serialise to the text of `paceline.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Parse the text of `paceline.json`.
+
+        Raises:
+            BundleError: not JSON, a newer format, or a field that is missing, unknown or of the wrong type.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise BundleError(f"{MANIFEST_NAME} is not valid JSON ({error}); export the bundle again.") from error
+        if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
+            raise BundleError(f"{MANIFEST_NAME} has no integer 'format_version'; this is not a paceline bundle.")
+        version = data["format_version"]
+        if version != FORMAT_VERSION:
+            mend = "upgrade paceline" if version > FORMAT_VERSION else "export the bundle again"
+            raise BundleError(
+                f"The bundle has format {version}, this paceline reads format {FORMAT_VERSION}; {mend} to use it."
+            )
+        return _build(cls, data, MANIFEST_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle on disk: its folder and its manifest."""
+
+    root: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, root: str | Path, *, verify_hashes: bool = False) -> Bundle:
+        """Open a bundle and check every file's size, and with `verify_hashes` every file's SHA-256.
+
+        Raises:
+            BundleError: no such folder, no manifest, a newer format, or a file that is missing, truncated or altered.
+        """
+        root = Path(root)
+        manifest_path = root / MANIFEST_NAME
+        if not root.is_dir():
+            raise BundleError(f"There is no bundle at {root}: the folder does not exist. `paceline export` makes one.")
+        if not manifest_path.is_file():
+            raise BundleError(f"{root} is not a bundle: it has no {MANIFEST_NAME}. `paceline export` makes one.")
+        try:
+            manifest = Manifest.from_json(manifest_path.read_text(encoding="utf-8"))
+        except (BundleError, UnicodeDecodeError) as error:
+            raise BundleError(f"{root}: {error}") from error
+        bundle = cls(root, manifest)
+        bundle.check_files(verify_hashes=verify_hashes)
+        return bundle
+
+    def path(self, name: str) -> Path:
+        """Path of a file that the manifest lists.
+
+        Raises:
+            BundleError: the manifest does not list it.
+        """
+        if name not in self.manifest.files:
+            raise BundleError(f"{self.root}: the manifest lists no file {name!r}.")
+        return self.root / name
+
+    def has(self, name: str) -> bool:
+        """Whether the manifest lists this file."""
+        return name in self.manifest.files
+
+    def check_files(self, *, verify_hashes: bool, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Check that every listed file is inside the bundle, present, and of its size (and hash).
+
+        Raises:
+            BundleError: naming the first file that is not.
+        """
+        mend = "Export the bundle again, or copy it again in full."
+        inside = self.root.resolve()
+        for name, entry in self.manifest.files.items():
+            path = self.root / name
+            if not path.is_file():
+                raise BundleError(f"{self.root}: the file {name!r} is missing. {mend}")
+            if not path.resolve().is_relative_to(inside):
+                raise BundleError(f"{self.root}: {name!r} is a link that leads out of the bundle; refusing to follow it.")
+            size = path.stat().st_size
+            if size != entry.size:
+                raise BundleError(f"{self.root}: {name!r} has {size} bytes where {entry.size} are expected. {mend}")
+            if verify_hashes and (digest := file_sha256(path, on_bytes)) != entry.sha256:
+                raise BundleError(f"{self.root}: {name!r} has SHA-256 {digest}, expected {entry.sha256}. {mend}")
+
+
+def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file as hexadecimal digits; `on_bytes` is called with the size of each piece read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    return digest.hexdigest()
+
+
+def check_safe_path(name: str) -> None:
+    """Refuse a file name that is absolute or leads out of the bundle.
+
+    Raises:
+        BundleError: the name is unsafe.
+    """
+    pure = PurePosixPath(name)
+    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name or "\0" in name:
+        raise BundleError(f"Unsafe file name {name!r} in a bundle: only relative paths inside the bundle are allowed.")
+
+
+def _build(annotation: Any, value: Any, where: str) -> Any:
+    """Turn parsed JSON into what `annotation` says, or raise a BundleError that names the field."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if dataclasses.is_dataclass(annotation):
+        return _build_dataclass(typing.cast(type[Any], annotation), value, where)
+    if origin is types.UnionType:
+        if value is None and type(None) in args:
+            return None
+        options = [option for option in args if option is not type(None)]
+        for option in options[:-1]:
+            if isinstance(option, type) and type(value) is option:
+                return value
+        return _build(options[-1], value, where)
+    if origin is Literal:
+        if value not in args:
+            raise BundleError(f"{where} is {value!r}; this paceline knows {', '.join(map(repr, args))}.")
+        return value
+    if origin is tuple:
+        return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(_expect(list, value, where)))
+    if origin is not None and issubclass(origin, Mapping):
+        return {key: _build(args[1], item, f"{where}.{key}") for key, item in _expect(dict, value, where).items()}
+    return _expect(annotation, value, where)
+
+
+def _build_dataclass(cls: type[_T], value: Any, where: str) -> _T:
+    hints = typing.get_type_hints(cls)
+    data = _expect(dict, value, where)
+    if missing := hints.keys() - data.keys():
+        raise BundleError(f"{where} lacks {', '.join(sorted(missing))}.")
+    if unknown := data.keys() - hints.keys():
+        raise BundleError(f"{where} has fields that this paceline does not know: {', '.join(sorted(unknown))}.")
+    return cls(**{name: _build(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _expect(kind: type[_T], value: Any, where: str) -> _T:
+    if type(value) is not kind:
+        raise BundleError(f"{where} should be of type {kind.__name__}, got {value!r:.80}.")
+    return value
