@@ -134,7 +134,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.target.vocab_size:
             raise BundleError(
-                f"The tokenizer has {self.tokenizer.vocab_size} ids but the target only {self.target.vocab_size} logits."
+                f"The tokenizer has {self.tokenizer.vocab_size} ids, the target only {self.target.vocab_size} logits."
             )
         for name in self.files:
             check_safe_path(name)

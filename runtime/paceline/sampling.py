@@ -185,28 +185,27 @@ def _top_p_indices(weights: FloatArray, total: float, top_p: float) -> NDArray[n
         # Weights below this floor together fall short of (1 - top_p) * total.
         candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
         values = weights[candidates]
-    above, tied = _split_at_mass(values, needed)
-    return candidates[np.concatenate((above, tied))]
+    return candidates[_indices_of_mass(values, needed)]
 
 
-def _split_at_mass(values: FloatArray, needed: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The smallest set of largest values whose sum is at least `needed`: those above its smallest value, and those at it.
+def _indices_of_mass(values: FloatArray, needed: float) -> NDArray[np.intp]:
+    """Indices of the smallest set of largest values whose sum is at least `needed`.
 
     Sorting 10**5 values takes milliseconds, so bins are summed first and only the bin where the sum is reached is
     sorted. The bins are the leading bits of the floats, which order positive floats by their size.
     """
-    bits = values.view(np.uint32 if values.itemsize == 4 else np.uint64) >> (8 * values.itemsize - 14)
-    bins = bits.astype(np.intp)
-    mass_from = np.cumsum(np.bincount(bins, weights=values)[::-1])  # of the largest bin, the two largest bins, …
-    last_bin = len(mass_from) - 1 - min(int(np.searchsorted(mass_from, needed)), len(mass_from) - 1 - int(bins.min()))
+    bits: NDArray[np.int64] = values.view(np.dtype(f"i{values.itemsize}"))
+    bins = (bits >> (8 * values.itemsize - 14)).astype(np.intp)
+    from_top = np.cumsum(np.bincount(bins, weights=values)[::-1])  # of the largest bin, of the two largest bins, …
+    last_bin = max(len(from_top) - 1 - int(np.searchsorted(from_top, needed)), int(bins.min()))
     in_bin = np.flatnonzero(bins == last_bin)
     higher = np.flatnonzero(bins > last_bin)
 
     ordered = np.sort(values[in_bin])[::-1]
-    mass = float(values[higher].sum(dtype=np.float64)) + np.cumsum(ordered, dtype=np.float64)
+    mass = values[higher].sum(dtype=np.float64) + np.cumsum(ordered, dtype=np.float64)
     count = min(int(np.searchsorted(mass, needed)) + 1, len(ordered))
     chosen = in_bin[_largest(values[in_bin], ordered[count - 1], count)]
-    return higher, chosen
+    return np.concatenate((higher, chosen))
 
 
 def _kth_largest(values: FloatArray, k: int) -> Any:

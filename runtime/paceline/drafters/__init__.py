@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paceline.streams import Chance
 from paceline.verify import Draft
+
 from .draft_model import DraftModelDrafter
 
 __all__ = ["DRAFTERS", "DraftModelDrafter", "Drafter"]
