@@ -134,7 +134,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.target.vocab_size:
             raise BundleError(
-                f"The tokenizer has {self.tokenizer.vocab_size} ids but the target scores only {self.target.vocab_size}."
+                f"The tokenizer has {self.tokenizer.vocab_size} ids, the target only {self.target.vocab_size} logits."
             )
         for name in self.files:
             check_safe_path(name)
@@ -165,7 +165,7 @@ class Manifest:
             raise BundleError(
                 f"The bundle has format {version}, this paceline reads format {FORMAT_VERSION}; {mend} to use it."
             )
-        return _build(cls, data, MANIFEST_NAME)
+        return _build_dataclass(cls, data, MANIFEST_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,9 @@ class Bundle:
             if not path.is_file():
                 raise BundleError(f"{self.root}: the file {name!r} is missing. {mend}")
             if not path.resolve().is_relative_to(inside):
-                raise BundleError(f"{self.root}: {name!r} is a link that leads out of the bundle; refusing to follow it.")
+                raise BundleError(
+                    f"{self.root}: {name!r} is a link that leads out of the bundle; refusing to follow it."
+                )
             size = path.stat().st_size
             if size != entry.size:
                 raise BundleError(f"{self.root}: {name!r} has {size} bytes where {entry.size} are expected. {mend}")

@@ -53,5 +53,7 @@ class KVCache:
             InvalidInputError: `length` is negative or larger than the current length.
         """
         if not 0 <= length <= self._length:
-            raise InvalidInputError(f"Cannot roll back to length {length}: the KV cache holds {self._length} positions.")
+            raise InvalidInputError(
+                f"Cannot roll back to length {length}: the KV cache holds {self._length} positions."
+            )
         self._length = length

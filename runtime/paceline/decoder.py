@@ -1,0 +1,193 @@
+"""The decoder: a target model, maybe a draft model, and how to start a generation with them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .drafters import Drafter, DraftModelDrafter
+from .errors import ContextLengthError, InvalidInputError
+from .generation import Generation
+from .model import CausalLM
+from .sampling import SamplingParams
+from .stopping import Cutter
+from .streams import Streams
+from .tokenizer import Tokenizer
+
+__all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "SpeculativeDecoder"]
+
+DEFAULT_NUM_DRAFT_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoder:
+    """Generates text of the target model, with fewer target passes than tokens when something drafts for it.
+
+    It holds no state of a generation: any number may run at once, from several threads.
+
+    Attributes:
+        target: the model whose text this is.
+        draft: the model that drafts, or None.
+        tokenizer: None generates from ids to ids, without text and stop strings.
+        vocab_size: ids `0 … vocab_size - 1` can be read and emitted; wider logits are cut (padding), in plain
+            decoding as well.
+        eos_token_ids: ids that end a text.
+
+    Raises:
+        InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
+    """
+
+    target: CausalLM
+    draft: CausalLM | None
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab_size <= self.target.vocab_size:
+            raise InvalidInputError(
+                f"vocab_size must be between 1 and the target's {self.target.vocab_size} logits, got {self.vocab_size}."
+            )
+        object.__setattr__(self, "eos_token_ids", self._ids(self.eos_token_ids, "eos_token_ids"))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        max_new_tokens: int = 256,
+        num_draft_tokens: int | None = None,
+        stop_token_ids: Iterable[int] = (),
+        stop: Sequence[str] = (),
+        drafter: Drafter | None = None,
+        draft_sampling: SamplingParams | None = None,
+    ) -> Generation:
+        """Start a generation. Arguments are checked here; nothing runs before the first step is asked for.
+
+        Args:
+            prompt: text, or token ids.
+            sampling: how the target's tokens are drawn; greedy by default.
+            max_new_tokens: at least 1. A text that fills the target's context ends earlier, with "length".
+            num_draft_tokens: tokens to draft per round; 0 is plain decoding. None takes 3, or 0 without a drafter.
+            stop_token_ids: further ids that end the text, like `eos_token_ids`.
+            stop: strings that end the text; it is cut just before the first of them.
+            drafter: drafts instead of the draft model; it must be new, and serves this generation only.
+            draft_sampling: how the draft model's tokens are drawn, the target's way by default. It changes the
+                acceptance rate, not the law of the text.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room in the target's context.
+            InvalidInputError: an argument out of its range, or one that cannot be honoured.
+        """
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidInputError(f"sampling must be SamplingParams, got {sampling!r:.80}.")
+        if not _is_int(max_new_tokens) or max_new_tokens < 1:
+            raise InvalidInputError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
+        has_drafter = drafter is not None or self.draft is not None
+        if num_draft_tokens is None:
+            num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if has_drafter else 0
+        self._check_num_draft_tokens(num_draft_tokens, has_drafter)
+        if draft_sampling is not None:
+            self._check_draft_sampling(draft_sampling, drafter)
+        stop = self._stop_strings(stop)
+        stop_ids = frozenset((*self.eos_token_ids, *self._ids(stop_token_ids, "stop_token_ids")))
+
+        prompt_ids = self._prompt_ids(prompt)
+        # The text never outgrows the cache: prompt and new tokens together have at most this many positions.
+        cache_length = min(self.target.max_length, len(prompt_ids) + max_new_tokens)
+        cutter = Cutter(
+            limit=cache_length - len(prompt_ids),
+            stop_token_ids=stop_ids,
+            stop=stop,
+            stream=self.tokenizer.stream() if self.tokenizer else None,
+        )
+        return Generation(
+            prompt_ids,
+            target=self.target,
+            new_drafter=self._new_drafter(drafter, draft_sampling or sampling, cache_length)
+            if num_draft_tokens
+            else None,
+            sampling=sampling,
+            num_draft_tokens=num_draft_tokens,
+            cache_length=cache_length,
+            vocab_size=self.vocab_size,
+            cutter=cutter,
+            chance=Streams.from_seed(sampling.seed),
+        )
+
+    def _new_drafter(
+        self, drafter: Drafter | None, sampling: SamplingParams, cache_length: int
+    ) -> Callable[[], Drafter] | None:
+        draft = self.draft
+        if drafter is not None:
+            return lambda: drafter
+        if draft is None:
+            return None
+        return lambda: DraftModelDrafter(
+            draft, draft.new_cache(min(draft.max_length, cache_length)), sampling, self.vocab_size
+        )
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidInputError("This decoder has no tokenizer; give the prompt as token ids.")
+            prompt = self.tokenizer.encode(prompt)
+        ids = list(self._ids(prompt, "prompt"))
+        if not ids:
+            raise InvalidInputError("The prompt is empty; the model needs at least one token to go on from.")
+        if len(ids) >= self.target.max_length:
+            raise ContextLengthError(
+                f"The prompt has {len(ids)} tokens, but the target model's context holds {self.target.max_length} and "
+                "needs room for at least one new token; shorten the prompt or export with a larger --max-length."
+            )
+        return ids
+
+    def _check_num_draft_tokens(self, num_draft_tokens: int, has_drafter: bool) -> None:
+        if not _is_int(num_draft_tokens) or num_draft_tokens < 0:
+            raise InvalidInputError(
+                f"num_draft_tokens must be an integer of at least 0 (0 is plain decoding), got {num_draft_tokens!r}."
+            )
+        if num_draft_tokens and not has_drafter:
+            raise InvalidInputError(
+                f"num_draft_tokens={num_draft_tokens}, but there is nothing to draft with: use 0 for plain decoding, "
+                "export a draft model into the bundle, or pass a drafter."
+            )
+        if num_draft_tokens and num_draft_tokens + 1 > self.target.max_length:
+            raise InvalidInputError(
+                f"num_draft_tokens={num_draft_tokens} needs {num_draft_tokens + 1} positions a round, but the target "
+                f"model's cache has {self.target.max_length}; use at most {self.target.max_length - 1}."
+            )
+
+    def _check_draft_sampling(self, draft_sampling: SamplingParams, drafter: Drafter | None) -> None:
+        if not isinstance(draft_sampling, SamplingParams):
+            raise InvalidInputError(f"draft_sampling must be SamplingParams, got {draft_sampling!r:.80}.")
+        if drafter is not None or self.draft is None:
+            raise InvalidInputError("draft_sampling is for the draft model, which does not draft here; leave it out.")
+        if draft_sampling.seed is not None:
+            raise InvalidInputError("draft_sampling takes no seed: `sampling.seed` keys all streams of a generation.")
+
+    def _stop_strings(self, stop: Sequence[str]) -> tuple[str, ...]:
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise InvalidInputError(f"stop must be a sequence of strings that are not empty, got {stop!r:.80}.")
+        if stop and self.tokenizer is None:
+            raise InvalidInputError("Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.")
+        return tuple(stop)
+
+    def _ids(self, values: Iterable[Any], name: str) -> tuple[int, ...]:
+        try:
+            ids = tuple(operator.index(value) for value in values)
+        except TypeError as error:
+            raise InvalidInputError(f"{name} must be integer token ids, got {values!r:.80}.") from error
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidInputError(
+                    f"{name} holds id {token_id}, outside the vocabulary of {self.vocab_size} ids (0 to "
+                    f"{self.vocab_size - 1})."
+                )
+        return ids
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,34 @@
+"""From a bundle on disk to a decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .bundle import Bundle
+from .decoder import SpeculativeDecoder
+from .tokenizer import Tokenizer
+
+__all__ = ["load"]
+
+
+def load(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> SpeculativeDecoder:
+    """Open a bundle and make a decoder of it. The size of every file is checked first.
+
+    Args:
+        path: folder of the bundle, as `paceline export` writes it.
+        threads: threads that both models share; None leaves the number to the runtime.
+        provider: what runs the models, by its name in the providers' table.
+
+    Raises:
+        BundleError: no bundle there, or one that is truncated, altered or of a newer format.
+        InstallationError: ONNX Runtime is missing, or installed twice.
+        InvalidInputError: an unknown provider, or a bad number of threads.
+    """
+    # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
+    from .ort import OrtModel
+
+    bundle = Bundle.open(path)
+    tokenizer = Tokenizer.from_bundle(bundle)
+    target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
+    draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
+    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)

@@ -1,0 +1,215 @@
+"""Text to token ids and back: encoding, chat templates, and text that appears while tokens arrive."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from .bundle import Bundle, TokenizerEntry
+from .errors import BundleError, InvalidInputError
+
+__all__ = ["TextStream", "Tokenizer"]
+
+_REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes and a token at least one: what lies further back is decided.
+_UNDECIDED = 4
+
+
+class Tokenizer:
+    """The tokenizer of a bundle.
+
+    Attributes:
+        vocab_size: number of ids that have a text.
+        eos_token_ids: ids that end a text.
+        chat_template: Jinja source, or None.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, entry: TokenizerEntry, chat_template: str | None = None) -> None:
+        # A tokenizer.json may carry training settings; a prompt must be neither cut nor padded.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._entry = entry
+        self._special_ids = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.vocab_size = entry.vocab_size
+        self.eos_token_ids = entry.eos_token_ids
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Tokenizer:
+        """Read the tokenizer and, when there is one, the chat template of a bundle.
+
+        Raises:
+            BundleError: no `tokenizer.json`, or one that cannot be read.
+        """
+        bundle.path("tokenizer.json")
+        return cls.from_folder(bundle.root, bundle.manifest.tokenizer)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, entry: TokenizerEntry) -> Tokenizer:
+        """Read `tokenizer.json` and, when it exists, `chat_template.jinja` of a folder.
+
+        Raises:
+            BundleError: no `tokenizer.json`, or one that cannot be read.
+        """
+        path = Path(folder) / "tokenizer.json"
+        template = Path(folder) / "chat_template.jinja"
+        if not path.is_file():
+            raise BundleError(f"There is no tokenizer at {path}; export the bundle again.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise BundleError(f"{path} cannot be read as a tokenizer ({error}); export the bundle again.") from error
+        return cls(backend, entry, template.read_text(encoding="utf-8") if template.is_file() else None)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens that are written out in it become their ids.
+
+        `add_special_tokens` adds what the tokenizer's post-processor puts around a text, for instance a first BOS.
+        """
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, without special tokens."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """Start to decode tokens one by one."""
+        return TextStream(self)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this id has no text of its own."""
+        return token_id in self._special_ids
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render messages with the chat template, up to where the assistant answers.
+
+        Args:
+            messages: mappings with at least `role` and `content`.
+
+        Raises:
+            InvalidInputError: the bundle has no template, no message is given, or the template refuses them.
+        """
+        if self.chat_template is None:
+            raise InvalidInputError(
+                "This bundle has no chat template, so its model was probably not made for chats; give a plain prompt."
+            )
+        if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+            raise InvalidInputError(
+                "A chat needs at least one message, each a mapping like {'role': 'user', 'content': 'Hello'}; "
+                f"got {messages!r:.200}."
+            )
+        special = {
+            "bos_token": self._text_of(self._entry.bos_token_id),
+            "eos_token": self._text_of(next(iter(self.eos_token_ids), None)),
+            "pad_token": self._text_of(self._entry.pad_token_id),
+        }
+        try:
+            template = _environment().from_string(self.chat_template)
+            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidInputError(f"The chat template refused the messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of `chat_prompt(messages)`. The template writes the special tokens, so none are added."""
+        return self.encode(self.chat_prompt(messages), add_special_tokens=False)
+
+    def _text_of(self, token_id: int | None) -> str:
+        return "" if token_id is None else (self._backend.id_to_token(token_id) or "")
+
+
+class TextStream:
+    """Decodes tokens as they arrive and releases text that later tokens cannot change.
+
+    Only the last few tokens are decoded again. Half a character (a tail that decodes to U+FFFD) is held back. With a
+    byte-level tokenizer the pieces joined are what decoding all ids at once gives; a byte-fallback tokenizer may
+    differ where the text ends inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoders look at neighbours (they strip a leading space, for instance), so released tokens stay in the
+        # window until newer ones are released too: ids[:_read] is released, ids[_read:] is not.
+        self._ids: list[int] = []
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that became readable, maybe none."""
+        if self._tokenizer.is_special(token_id):
+            return ""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith(_REPLACEMENT):
+            return self._release(len(self._ids), text)
+        if len(self._ids) - self._read > 2 * _UNDECIDED:
+            return self._release_invalid(text)
+        return ""
+
+    def flush(self) -> str:
+        """Return what is still held back; the text ends here."""
+        return self._release(len(self._ids), self._tokenizer.decode(self._ids))
+
+    def _release(self, read: int, text: str) -> str:
+        """Release ids up to `read`, whose text in the window is `text`."""
+        piece = text[len(self._tokenizer.decode(self._ids[: self._read])) :]
+        self._ids = self._ids[self._read :]
+        self._read = read - self._read
+        return piece
+
+    def _release_invalid(self, text: str) -> str:
+        """Release a long run that decodes to no characters, lest the window grow with it, at a character's border."""
+        for read in range(len(self._ids) - _UNDECIDED, len(self._ids) - 2 * _UNDECIDED, -1):
+            head = self._tokenizer.decode(self._ids[:read])
+            if head + self._tokenizer.decode(self._ids[read:]) == text:
+                return self._release(read, head)
+        return ""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Reads `{% generation %}`, by which training code marks the assistant's part, as nothing but its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What chat templates may use, as transformers offers it; sandboxed, for the template came with a download."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML characters, which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
