@@ -132,7 +132,7 @@ def progress_bar() -> Iterator[Report]:
 
     def report(stage: str, done: int, total: int) -> None:
         with lock:
-            if not bars or bars[-1].desc != f"{stage}: ":
+            if not bars or bars[-1].desc != stage:
                 for bar in bars:
                     bar.close()
                 bars.append(tqdm(desc=stage, total=total, unit="B", unit_scale=True, initial=done))

@@ -68,7 +68,8 @@ class Source:
 def resolve(text: str, *, cache_dir: Path | None = None, progress: bool = False) -> Source:
     """Find the checkpoint that `text` names (see the module), and fetch it when it is not on this disk yet.
 
-    `cache_dir` is where packages are assembled, by default the user's cache folder for paceline; `progress` draws a bar.
+    `cache_dir` is where packages are assembled, by default the user's cache folder for paceline. `progress` draws a
+    bar in bytes on stderr.
 
     Raises:
         CheckpointError: no such source, or one that cannot be used: incomplete, only pickles, needs remote code.
@@ -143,8 +144,8 @@ def _refuse_remote_code(folder: Path) -> None:
         if model_type not in CONFIG_MAPPING_NAMES:
             raise CheckpointError(
                 f"{config_path}: the model type {model_type!r} needs remote code ('auto_map'), and paceline runs no "
-                "code that comes with a checkpoint. Use a checkpoint of an architecture that transformers has, or a release "
-                "of transformers that has this one."
+                "code that comes with a checkpoint. Use a checkpoint of an architecture that transformers has, or a "
+                "release of transformers that has this one."
             )
     tokenizer_config = folder / "tokenizer_config.json"
     if (
