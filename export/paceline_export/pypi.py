@@ -127,7 +127,7 @@ def _download(route: PypiRoute, wheels: Sequence[Path], report: Report | None) -
                         log.append(line.rstrip())
             running.discard(process)
             if process.returncode != 0:
-                raise _pip_failure(f"{package}=={route.version}", wheel.parent, log)
+                raise _pip_failure(f"{package}=={route.version}", log)
             (downloaded,) = Path(scratch, "wheel").glob("*.whl")
             downloaded.replace(wheel)
             on_bytes(wheel, wheel.stat().st_size)
@@ -157,20 +157,25 @@ def _start_pip(requirement: str, scratch: Path) -> subprocess.Popen[str]:
     )
 
 
-def _pip_failure(requirement: str, folder: Path, log: Sequence[str]) -> FetchError:
+def _pip_failure(requirement: str, log: Sequence[str]) -> FetchError | OSError:
+    """The error for what pip printed before it failed."""
     text = "\n".join(log)
     errors = [line for line in log if line.startswith("ERROR:")] or list(log[-3:])
     said = " / ".join(errors)[:600]
-    if "No space left on device" in text:
-        free = shutil.disk_usage(folder).free
-        return FetchError(f"The disk of {folder} became full while downloading {requirement}; {free:,} bytes are free.")
+    if os.strerror(errno.ENOSPC) in text:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "DO NOT MATCH THE HASHES" in text:
         found = " ".join(line.strip() for line in log if re.search(r"\b(Expected sha256|Got)\b", line))
         return FetchError(
             f"{requirement} does not match the hash that its index gives ({found}); it was thrown away. Run it again; "
             "if it stays so, the index or something on the way to it is altered."
         )
-    if "No matching distribution" in text and "Retrying" not in text:
+    if "No matching distribution" in text:
+        if broken := re.search(r"connection broken by '(.*)'", text):
+            said = broken[1][:300]
+            return FetchError(
+                f"The package index does not answer for {requirement} ({said}). Check the network and proxy."
+            )
         return FetchError(
             f"The package index has no wheel of {requirement} (pip says: {said}). Check pip's index: `pip config list`."
         )

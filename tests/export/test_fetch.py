@@ -1,4 +1,7 @@
-"""Fetching from a package index on 127.0.0.1, through the real pip; the hub's address is one that does not answer."""
+"""Fetching from a package index on 127.0.0.1, through the real pip; the hub's address is one that does not answer.
+
+Long because the index and its flaws stand beside the tests that are their only users.
+"""
 
 from __future__ import annotations
 
@@ -337,6 +340,27 @@ def test_a_version_or_package_that_the_index_lacks_is_told(index: Index, tmp_pat
     index.wheels.clear()
     with pytest.raises(FetchError, match=r"no wheel of some-part\d==1.0"):
         fetch(write_recipe(tmp_path), cache_dir=tmp_path)
+
+
+def test_an_index_that_does_not_answer_is_told(
+    index: Index, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(FetchError, match=r"index does not answer for some-part\d==1.0 .*Connection refused"):
+        fetch(recipe, cache_dir=tmp_path)
+
+
+def test_a_folder_of_wheels_serves_as_an_index(
+    index: Index, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    for name, content in index.wheels.items():
+        (tmp_path / "wheels" / name).write_bytes(content)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    check(fetch(recipe, cache_dir=tmp_path / "cache"))
+    assert (index.got, index.pages) == ([], 0)
 
 
 def test_a_full_disk_is_told_before_anything_is_asked(
