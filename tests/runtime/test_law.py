@@ -64,7 +64,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(("vocab", "num_draft_tokens"), [(3, 1), (3, 3), (4, 2), (5, 1), (5, 2)])
+@pytest.mark.parametrize(("vocab", "num_draft_tokens"), [(3, 1), (3, 3), (4, 2), (4, 3), (5, 1), (5, 2)])
 def test_the_law_is_the_targets(vocab: int, num_draft_tokens: int, sampling: str, drafts: str) -> None:
     target, draft = models(vocab, seed=vocab)
     law = enumerate_law(
@@ -287,7 +287,7 @@ def test_case_2_shared_noise_between_draft_and_recovered_token_is_seen_in_sample
         return right(self, position, Purpose.DRAFT if purpose is Purpose.RECOVER else purpose, 0)
 
     monkeypatch.setattr(Streams, "uniform", shared)
-    assert chi_squared_pvalue(20_000) < 1e-6
+    assert chi_squared_pvalue(6_000) < 1e-6
 
 
 def test_case_26_the_seed_decides_the_text() -> None:
