@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+
 from paceline.decoder import SpeculativeDecoder
 from paceline.errors import ContextLengthError, InvalidInputError, ModelOutputError
 from paceline.generation import Generation
@@ -22,7 +24,7 @@ PROMPT = [3, 1, 4]
 def chain(text: Sequence[int], vocab: int = 32, max_length: int = 64) -> TableModel:
     """A model whose greedy text is `text`: each token, none of them twice, leads to the next."""
     table = np.zeros((vocab, vocab))
-    for before, after in zip(text, text[1:], strict=False):
+    for before, after in itertools.pairwise(text):
         table[before, after] = 5
     return TableModel(table, max_length=max_length)
 
@@ -282,7 +284,8 @@ def test_case_25_bad_logits_end_the_generation_with_their_position(
     role: str, sampling: SamplingParams, value: float
 ) -> None:
     good, broken = TableModel(np.zeros((VOCAB, VOCAB))), _Broken(8, value)
-    decoder = SpeculativeDecoder(*((broken, good) if role == "target" else (good, broken)), None, VOCAB)
+    target, draft = (broken, good) if role == "target" else (good, broken)
+    decoder = SpeculativeDecoder(target, draft, None, VOCAB)
     generation = decoder.generate(PROMPT, sampling, max_new_tokens=20)
     with pytest.raises(ModelOutputError, match=f"The {role} model's logits for position 8 "):
         run(generation)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from paceline.decoder import SpeculativeDecoder
 from paceline.kv_cache import KVCache
 from paceline.sampling import SamplingParams
@@ -19,9 +20,7 @@ PROMPT = [3, 1, 4]
 
 
 def make_decoder(target: TableModel | None = None) -> SpeculativeDecoder:
-    return SpeculativeDecoder(
-        target or TableModel.random(VOCAB, seed=1), TableModel.random(VOCAB, seed=2), None, VOCAB
-    )
+    return SpeculativeDecoder(target or TableModel.random(VOCAB, seed=1), TableModel.random(VOCAB, seed=2), None, VOCAB)
 
 
 def live_caches(decoder: SpeculativeDecoder) -> int:

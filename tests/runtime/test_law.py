@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
+
 from paceline import testing, verify
 from paceline.decoder import SpeculativeDecoder
 from paceline.drafters import Drafter
@@ -16,7 +18,6 @@ from paceline.sampling import FloatArray, SamplingParams, distribution
 from paceline.streams import Chance, Purpose, Streams
 from paceline.testing import ScriptedDrafter, TableModel, enumerate_law, every_way
 from paceline.verify import Draft, TargetProbs, Verdict
-from scipy import stats
 
 from .conftest import naive_distribution_of
 
@@ -95,9 +96,7 @@ def test_case_17_the_law_holds_for_padded_and_narrower_widths(num_draft_tokens: 
     # Target 6 wide, common vocabulary 4, draft 3 wide: ids 4 and 5 are padding, id 3 is beyond the draft.
     target, draft = models(6, draft_width=3)
     for sampling in SAMPLINGS.values():
-        law = enumerate_law(
-            target, PROMPT, 4, sampling, num_draft_tokens=num_draft_tokens, draft=draft, vocab_size=4
-        )
+        law = enumerate_law(target, PROMPT, 4, sampling, num_draft_tokens=num_draft_tokens, draft=draft, vocab_size=4)
         assert total_variation(law, reference_law(target, 4, sampling, 4)) < 1e-9
         assert any(3 in text for text in law)
 
@@ -228,7 +227,10 @@ DRAFT_PROBS = distribution(np.array([1.0, 0.8, -0.5]), SamplingParams(1.0))
 FAULTS: dict[str, tuple[FloatArray, Callable[[int], Draft]]] = {
     "case 1: greedy draft, ratio with its softmax": (np.array([1.0, 0, 0]), lambda x: Draft((x,), [DRAFT_PROBS])),
     "case 3: drawn from rounded probabilities": (np.array([0.5, 0.5, 0.1]), lambda x: Draft((x,), [DRAFT_PROBS])),
-    "case 5: a fixed proposal with made-up probabilities": (np.array([0, 0, 1.0]), lambda x: Draft((x,), [DRAFT_PROBS])),
+    "case 5: a fixed proposal with made-up probabilities": (
+        np.array([0, 0, 1.0]),
+        lambda x: Draft((x,), [DRAFT_PROBS]),
+    ),
     "a drawn token withheld after a look at it": (
         DRAFT_PROBS,
         lambda x: Draft((x,), [DRAFT_PROBS]) if DRAFT_PROBS[x] > 0.3 else Draft((), []),

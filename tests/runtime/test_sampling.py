@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from paceline.errors import InvalidInputError, ModelOutputError
 from paceline.sampling import FloatArray, SamplingParams, distribution, greedy_token, sample
 
@@ -54,12 +56,13 @@ def near_top_p(probs: FloatArray, top_p: float) -> bool:
 @pytest.mark.parametrize("top_k", [0, 1, 40, 5000])
 def test_truncation_at_full_width_keeps_the_smallest_sufficient_set(kind: str, top_p: float, top_k: int) -> None:
     rng = np.random.default_rng(1)
-    logits = {
+    make: dict[str, Callable[[], FloatArray]] = {
         "language": lambda: language_like(rng),
         "flat": lambda: (0.01 * rng.standard_normal(VOCAB)).astype(np.float32),
         "constant": lambda: np.zeros(VOCAB, np.float32),
         "two levels": lambda: np.where(np.arange(VOCAB) % 7 == 0, np.float32(3), np.float32(0)),
-    }[kind]()
+    }
+    logits = make[kind]()
     probs = distribution(logits, SamplingParams(1.0, top_k, top_p))
     assert probs.dtype == np.float32
     assert float(probs.sum(dtype=np.float64)) == pytest.approx(1, abs=1e-5)
@@ -130,11 +133,12 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 @pytest.mark.parametrize("kind", ["flat", "language", "sparse"])
 def test_the_inverse_cdf_picks_what_an_exact_one_picks(kind: str) -> None:
     rng = np.random.default_rng(4)
-    weights = {
+    make: dict[str, Callable[[], FloatArray]] = {
         "flat": lambda: np.full(VOCAB, 1 / VOCAB, np.float32),
         "language": lambda: distribution(language_like(rng), SamplingParams(1.0)),
         "sparse": lambda: np.where(rng.random(VOCAB) < 1e-4, rng.random(VOCAB), 0).astype(np.float32),
-    }[kind]()
+    }
+    weights = make[kind]()
     exact = np.cumsum(weights, dtype=np.float64)
     exact /= exact[-1]
     for uniform in rng.random(400):

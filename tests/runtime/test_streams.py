@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy import stats
+
 from paceline.errors import InvalidInputError
 from paceline.streams import Purpose, Streams
-from scipy import stats
 
 
 def test_a_number_depends_on_what_it_decides_and_on_nothing_drawn_before() -> None:

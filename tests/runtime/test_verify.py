@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from paceline.errors import InvalidInputError, ModelOutputError
 from paceline.sampling import FloatArray, SamplingParams
 from paceline.streams import Chance, Purpose, Streams
