@@ -1,0 +1,1 @@
+"""Export of draft and target language models: sources, fetching, ONNX graphs, checks."""

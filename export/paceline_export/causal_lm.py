@@ -1,0 +1,267 @@
+"""Trace a transformers decoder into one ONNX graph with KV caches as inputs and outputs.
+
+The graph of flavour `ort`:
+
+```
+input_ids               int64 [batch, rows]
+seqlens_k               int32 [batch]            valid length after this step, less one
+total_sequence_length   int32 []                 the largest valid length after this step
+logits_indices          int64 [num_logits]       rows whose logits are wanted; the LM head runs for these only
+past_key_values.{i}.key / .value                 [batch, kv_heads, max_length, head_size]
+→ logits                float32 [batch, num_logits, vocab_size]
+→ present.{i}.key / .value                       the same buffers, updated in place when bound to the past ones
+```
+
+Tracing needs no weights: parameters are fake tensors, and the graph's initializers carry the checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from paceline.errors import CheckpointError
+
+from .attention import ATTENTION_NAME, GraphState, tracing
+
+__all__ = ["OPSET", "Trace", "fake_model", "num_heads_and_size", "trace"]
+
+OPSET = 21
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+# Rotations whose frequencies do not depend on the length of the text, so that one table serves every step.
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A traced graph without weights.
+
+    Attributes:
+        model: the graph; initializers have no value yet and are named as in the checkpoint.
+        rotary_tables: values of the initializers `rotary.cos` and `rotary.sin`, `[max_length, head_size / 2]`.
+    """
+
+    model: ir.Model
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    rotary_tables: dict[str, torch.Tensor]
+
+
+def num_heads_and_size(config: PreTrainedConfig) -> tuple[int, int]:
+    """Number of KV heads and the size of a head."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, FakeTensorMode]:
+    """Make the model of a configuration with parameters that have shapes but no storage.
+
+    Raises:
+        CheckpointError: transformers knows no causal language model for this configuration.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"transformers cannot build a causal language model with an exchangeable attention from a "
+            f"{config.model_type!r} configuration: {error}"
+        ) from error
+    return model.eval(), mode
+
+
+def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") -> Trace:
+    """Trace the decoder that `config` describes.
+
+    Args:
+        config: of a decoder whose attention goes through transformers' attention interface and whose positions are
+            rotations of a fixed set of frequencies.
+        max_length: number of positions in the rotation tables.
+        dtype: of weights, activations and caches, `"float32"` or `"float16"`; logits are float32 always.
+
+    Raises:
+        CheckpointError: the architecture cannot be expressed, with the reason.
+    """
+    torch_dtype = _DTYPES[dtype]
+    model, mode = fake_model(config, torch_dtype)
+    modeling = importlib.import_module(type(model).__module__)
+    rotary_tables, interleaved = _rotary_tables(config, model, modeling, max_length, torch_dtype)
+    num_layers = config.num_hidden_layers
+    kv_heads, head_size = num_heads_and_size(config)
+    with mode:
+        graph_model = _GraphModel(model, rotary_tables, interleaved)
+        batch, rows, length = 2, 3, 64  # none of them 0 or 1, which torch.export would take for constants
+        past = [torch.zeros(batch, kv_heads, length, head_size, dtype=torch_dtype) for _ in range(2 * num_layers)]
+        arguments = (
+            torch.ones(batch, rows, dtype=torch.int64),
+            torch.full((batch,), rows - 1, dtype=torch.int32),
+            torch.tensor(rows, dtype=torch.int32),
+            torch.tensor([0, rows - 1]),
+            past[:num_layers],
+            past[num_layers:],
+        )
+    past_dims = [{0: Dim("batch"), 2: Dim("max_length")} for _ in range(num_layers)]
+    names = [f"{i}.{part}" for part in ("key", "value") for i in range(num_layers)]
+    with _unrotated(modeling), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside torch.export, and "training mode" for our wrapper
+        program = torch.onnx.export(
+            graph_model,
+            arguments,
+            dynamo=True,
+            optimize=False,  # constant folding needs values; it runs below, when the weights count as inputs
+            verbose=False,
+            opset_version=OPSET,
+            dynamic_shapes=(
+                {0: Dim("batch"), 1: Dim("rows")},
+                {0: Dim("batch")},
+                None,
+                {0: Dim("num_logits")},
+                past_dims,
+                past_dims,
+            ),
+            input_names=[
+                "input_ids",
+                "seqlens_k",
+                "total_sequence_length",
+                "logits_indices",
+                *(f"past_key_values.{name}" for name in names),
+            ],
+            output_names=["logits", *(f"present.{name}" for name in names)],
+        )
+    graph: ir.Model = program.model
+    for initializer in graph.graph.initializers.values():
+        initializer.const_value = None
+    onnxscript.optimizer.optimize_ir(graph)
+    attention_nodes = sum(node.op_type == "GroupQueryAttention" for node in graph.graph)
+    if attention_nodes != num_layers:
+        raise CheckpointError(
+            f"{type(model).__name__} has {num_layers} layers but {attention_nodes} of them attend through "
+            "transformers' attention interface; this architecture is not supported."
+        )
+    vocab_size = graph.graph.outputs[0].shape[2]
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), rotary_tables)
+
+
+class _GraphModel(torch.nn.Module):
+    """The forward that is traced. Parameters keep the checkpoint's names, so the model is not a submodule."""
+
+    def __init__(self, model: torch.nn.Module, rotary_tables: dict[str, torch.Tensor], interleaved: bool) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self.rotary = torch.nn.Module()
+        for name, table in rotary_tables.items():
+            self.rotary.register_buffer(name.removeprefix("rotary."), torch.empty_like(table, device="cpu"))
+        self._call = (model, interleaved)  # inside a tuple, which torch does not register
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        seqlens_k: torch.Tensor,
+        total_sequence_length: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past_keys: list[torch.Tensor],
+        past_values: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        model, interleaved = self._call
+        state = GraphState(
+            past_keys,
+            past_values,
+            seqlens_k,
+            total_sequence_length,
+            self.rotary.cos,
+            self.rotary.sin,
+            interleaved,
+        )
+        with tracing(state):
+            output = model(
+                input_ids=input_ids,
+                position_ids=torch.zeros_like(input_ids),  # the operator counts positions itself
+                use_cache=False,
+                logits_to_keep=logits_indices,
+            )
+        return output.logits.to(torch.float32), state.present_keys, state.present_values
+
+
+def _rotary_tables(
+    config: PreTrainedConfig, model: torch.nn.Module, modeling: Any, max_length: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Cosine and sine of every position, and whether pairs are interleaved, found out by trying the rotation."""
+    rotaries = {type(module) for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
+    rotate = getattr(modeling, "apply_rotary_pos_emb", None)
+    if len(rotaries) != 1 or rotate is None:
+        raise CheckpointError(
+            f"{type(model).__name__} does not place its tokens by one rotary embedding "
+            f"({len(rotaries)} found, apply_rotary_pos_emb {'found' if rotate else 'missing'}); "
+            "this architecture is not supported."
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in _STATIC_ROPE_TYPES:
+        raise CheckpointError(
+            f"The rotation {rope_type!r} of {type(model).__name__} is not supported: expected one of "
+            f"{', '.join(_STATIC_ROPE_TYPES)}, whose frequencies do not change with the length of the text."
+        )
+    with torch.no_grad():
+        cos, sin = rotaries.pop()(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None])
+    _, head_size = num_heads_and_size(config)
+    if cos.shape[-1] != head_size:
+        raise CheckpointError(
+            f"{type(model).__name__} rotates {cos.shape[-1]} of {head_size} values of a head; partial rotation is not "
+            "supported."
+        )
+    interleaved = _is_interleaved(rotate, cos, sin, type(model).__name__)
+    # A table as the model has it repeats each frequency; the operator wants it once.
+    keep = slice(0, None, 2) if interleaved else slice(0, head_size // 2)
+    return {
+        "rotary.cos": cos[0, :, keep].to(dtype).contiguous(),
+        "rotary.sin": sin[0, :, keep].to(dtype).contiguous(),
+    }, interleaved
+
+
+def _is_interleaved(rotate: Any, cos: torch.Tensor, sin: torch.Tensor, model_name: str) -> bool:
+    """Whether the model rotates neighbours (x0, x1), (x2, x3), … or halves (x0, x_n/2), ….
+
+    Raises:
+        CheckpointError: it does neither.
+    """
+    size = cos.shape[-1]
+    count = min(cos.shape[1], 8)
+    x = torch.randn(1, 1, count, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        rotated, _ = rotate(x, x, cos[:, :count], sin[:, :count])
+    for interleaved in (False, True):
+        even, odd = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., : size // 2], x[..., size // 2 :])
+        keep = slice(0, None, 2) if interleaved else slice(0, size // 2)
+        c, s = cos[:, None, :count, keep], sin[:, None, :count, keep]
+        first, second = even * c - odd * s, odd * c + even * s
+        expected = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+        if torch.allclose(rotated, expected, atol=1e-5):
+            return interleaved
+    raise CheckpointError(f"The rotation of {model_name} pairs values in an unknown way; it is not supported.")
+
+
+@contextmanager
+def _unrotated(modeling: Any) -> Iterator[None]:
+    """Leave queries and keys as they are inside the block: the attention operator rotates them."""
+    original = modeling.apply_rotary_pos_emb
+    modeling.apply_rotary_pos_emb = lambda query, key, *args, **kwargs: (query, key)
+    try:
+        yield
+    finally:
+        modeling.apply_rotary_pos_emb = original

@@ -1,0 +1,149 @@
+"""Read a checkpoint: its configuration, its tokenizer, and its weights one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+from paceline.errors import CheckpointError
+
+from .source import Source
+
+_CHUNK = 1 << 24  # elements
+
+__all__ = ["Checkpoint", "WeightReader"]
+
+
+class WeightReader(Protocol):
+    """Reads weights by the name of the model's parameter."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The parameter as a float32 tensor of its own."""
+
+
+@dataclass(slots=True)
+class SafetensorsReader:
+    """Reads from the safetensors files of a folder, memory-mapped."""
+
+    files: tuple[Path, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    _where: dict[str, Any] = field(init=False, default_factory=dict)
+    _stack: ExitStack = field(init=False, default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+
+    def read(self, name: str) -> torch.Tensor:
+        """The parameter as float32.
+
+        Raises:
+            CheckpointError: no file holds it.
+        """
+        for candidate in (name, self.tied.get(name, name)):
+            if candidate in self._where:
+                tensor: torch.Tensor = self._where[candidate].get_tensor(candidate)
+                return tensor.to(torch.float32)
+        raise CheckpointError(
+            f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
+            f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture."
+        )
+
+
+class GgufReader:
+    """Reads from a GGUF file, memory-mapped, unpacking a tensor when it is asked for."""
+
+    def __init__(self, path: Path, model: torch.nn.Module, config: PreTrainedConfig, tied: Mapping[str, str]) -> None:
+        from gguf import GGUFReader
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        reader = GGUFReader(str(path))
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        self._map: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._tensors = {parameter: tensors[name] for name, parameter in self._map.items() if name in tensors}
+        self._tied = tied
+
+    def read(self, name: str) -> torch.Tensor:
+        """The parameter as float32.
+
+        Raises:
+            CheckpointError: the file does not hold it.
+        """
+        tensor = self._tensors.get(name) or self._tensors.get(self._tied.get(name, name))
+        if tensor is None:
+            raise CheckpointError(f"The GGUF file holds no tensor for the parameter {name!r}; it may be damaged.")
+        result = self._processor.process(
+            weights=_unpack(tensor), name=tensor.name, tensor_key_mapping=self._map, parsed_parameters={}
+        )
+        return torch.from_numpy(np.ascontiguousarray(result.weights, np.float32))
+
+
+def _unpack(tensor: Any) -> NDArray[np.float32]:
+    """Dequantise a GGUF tensor, some rows at a time, since its blocks are held in several copies meanwhile."""
+    from gguf import dequantize
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    weights = np.empty(shape, np.float32)
+    if len(shape) < 2:
+        weights[...] = dequantize(tensor.data, tensor.tensor_type)
+        return weights
+    step = max(1, _CHUNK // int(np.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        weights[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is present on disk."""
+
+    source: Source
+    config: PreTrainedConfig
+    tokenizer: Any  # a fast tokenizer of transformers
+    generation_config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, source: Source) -> Checkpoint:
+        """Read configuration and tokenizer; weights stay on disk.
+
+        Raises:
+            CheckpointError: an unknown architecture, or no fast tokenizer.
+        """
+        gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        try:
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **gguf)
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **gguf)
+        except (ValueError, KeyError, OSError) as error:
+            raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")
+        path = source.folder / "generation_config.json"
+        if path.is_file():
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            generation = GenerationConfig.from_model_config(config).to_diff_dict()
+        return cls(source, config, tokenizer, generation)
+
+    def weights(self, model: torch.nn.Module) -> WeightReader:
+        """A reader for the parameters of `model`, which needs no storage of its own."""
+        tied = dict(getattr(model, "_tied_weights_keys", None) or {}) if self.config.tie_word_embeddings else {}
+        if self.source.gguf_file:
+            return GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
+        return SafetensorsReader(self.source.weight_files, tied)

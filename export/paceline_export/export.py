@@ -1,0 +1,327 @@
+"""Export a target model, and a draft model for it, into a bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import onnx_ir as ir
+import torch
+
+import paceline
+from paceline.bundle import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    ModelEntry,
+    SourceEntry,
+    TensorSpec,
+    TokenizerEntry,
+    file_sha256,
+)
+from paceline.errors import CheckpointError, InvalidInputError, PacelineError
+
+from .causal_lm import Trace, fake_model, num_heads_and_size, trace
+from .checkpoint import Checkpoint
+from .pair import check_pair, check_widths, token_texts
+from .passes.norms import fuse_norms
+from .passes.reshapes import drop_reshape_pairs
+from .passes.weights import store_weights
+from .quantize import WeightFormat, weight_format
+from .quantize.blockwise import BLOCK_SIZES
+from .source import Source
+
+__all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "export_bundle"]
+
+DEFAULT_MAX_LENGTH = 32768
+# Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+
+_OnProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What one model's export wrote: bytes on disk, and the number of parameters."""
+
+    which: str
+    name: str
+    precision: str
+    bytes: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export wrote. `peak_memory` is the largest resident size of the process so far, in bytes."""
+
+    path: Path
+    seconds: float
+    peak_memory: int
+    bytes_written: int
+    models: tuple[ModelReport, ...]
+
+
+def export_bundle(
+    target: Source,
+    draft: Source | None,
+    out: Path,
+    *,
+    precision: str = "int4",
+    draft_precision: str | None = None,
+    max_length: int | None = None,
+    block_size: int = 128,
+    overwrite: bool = False,
+    on_progress: _OnProgress | None = None,
+) -> ExportReport:
+    """Write a bundle. It appears under its name when it is complete, or not at all.
+
+    Args:
+        target: the model whose text is wanted.
+        draft: a smaller model with the same tokenizer, or None.
+        out: folder of the bundle; it must not exist unless `overwrite`.
+        precision: of the target, a key of `paceline_export.quantize.PRECISIONS`.
+        draft_precision: of the draft; None means the target's.
+        max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
+        block_size: values that share a scale in quantised projections.
+        overwrite: replace an existing bundle once the new one is complete.
+        on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
+
+    Raises:
+        InvalidInputError: an argument out of its range, or `out` exists.
+        CheckpointError: a model that cannot be exported, with the reason.
+        IncompatiblePairError: the draft's tokenizer is not the target's.
+        PacelineError: the disk is full.
+    """
+    started = time.perf_counter()
+    out = Path(out)
+    formats = {"target": weight_format(precision), "draft": weight_format(draft_precision or precision)}
+    _check_arguments(out, max_length, block_size, overwrite)
+    report = on_progress or (lambda stage, done: None)
+
+    report("read configurations and tokenizers", 0.0)
+    checkpoints = {"target": Checkpoint.open(target)}
+    if draft is not None:
+        checkpoints["draft"] = Checkpoint.open(draft)
+        check_pair(checkpoints["target"], checkpoints["draft"])
+    else:
+        check_widths(checkpoints["target"])
+    lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
+
+    weights = {which: _parameters(checkpoint) for which, checkpoint in checkpoints.items()}
+    done, whole = 0.02, sum(weights.values())
+    entries: dict[str, ModelEntry] = {}
+    with _partial_folder(out, overwrite) as folder:
+        for which, checkpoint in checkpoints.items():
+            share = 0.95 * weights[which] / whole
+
+            def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
+                report(f"{which}: {stage}", done + share * part)
+
+            used = precision if which == "target" else draft_precision or precision
+            entries[which] = _export_model(
+                checkpoint, folder, which, used, formats[which], lengths[which], block_size, within
+            )
+            done += share
+        report("write tokenizer and manifest", 0.97)
+        tokenizer = _write_tokenizer(checkpoints["target"], folder)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        files = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            paceline_version=paceline.__version__,
+            target=entries["target"],
+            draft=entries.get("draft"),
+            tokenizer=tokenizer,
+            files=files,
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    report("done", 1.0)
+    return ExportReport(
+        path=out,
+        seconds=time.perf_counter() - started,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        bytes_written=sum(entry.size for entry in files.values()),
+        models=tuple(
+            ModelReport(
+                which,
+                checkpoint.source.name,
+                entries[which].precision,
+                sum(entry.size for name, entry in files.items() if name.startswith(f"{which}/")),
+                weights[which],
+            )
+            for which, checkpoint in checkpoints.items()
+        ),
+    )
+
+
+def _check_arguments(out: Path, max_length: int | None, block_size: int, overwrite: bool) -> None:
+    if block_size not in BLOCK_SIZES:
+        raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
+    if max_length is not None and max_length < 2:
+        raise InvalidInputError(f"max_length must be at least 2 positions, got {max_length}.")
+    if not out.exists():
+        return
+    if not overwrite:
+        raise InvalidInputError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
+    if not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInputError(f"{out} is not a bundle, so it is not replaced; choose another folder.")
+
+
+def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
+    """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
+    own = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+    if wanted is None:
+        return int(min(own, DEFAULT_MAX_LENGTH))
+    if wanted > own and which == "target":
+        raise InvalidInputError(f"max_length={wanted} exceeds the {own} positions that {checkpoint.source.name} has.")
+    return int(min(own, wanted))
+
+
+def _parameters(checkpoint: Checkpoint) -> int:
+    model, _ = fake_model(checkpoint.config, torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _export_model(
+    checkpoint: Checkpoint,
+    folder: Path,
+    which: str,
+    precision: str,
+    stored: WeightFormat,
+    max_length: int,
+    block_size: int,
+    report: _OnProgress,
+) -> ModelEntry:
+    """Write one model's graph and weights into the bundle and describe them."""
+    report("trace", 0.0)
+    traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
+    fuse_norms(traced.model)
+    drop_reshape_pairs(traced.model)
+
+    model, _ = fake_model(checkpoint.config, torch.float32)
+    names = sum(1 for _ in traced.model.graph.initializers)
+    stored_count = 0
+
+    def on_weight(name: str) -> None:
+        nonlocal stored_count
+        stored_count += 1
+        report("store weights", 0.25 + 0.55 * min(1.0, stored_count / names))
+
+    report("store weights", 0.25)
+    reader = checkpoint.weights(model)
+    store_weights(
+        traced.model, reader, stored, block_size, constants=traced.rotary_tables, on_weight=on_weight
+    )
+    report("write", 0.8)
+    path = folder / which / "model.onnx"
+    path.parent.mkdir()
+    traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
+    ir.save(traced.model, path, external_data="model.onnx.data")
+    # The architecture's settings, for `paceline check` and for a reader; the runtime does not need them.
+    checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
+    report("hash the source", 0.9)
+    source = checkpoint.source
+    return ModelEntry(
+        path=f"{which}/model.onnx",
+        flavor="ort",
+        architecture=checkpoint.config.model_type,
+        precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
+        block_size=block_size if stored.bits is not None else None,
+        num_layers=traced.num_layers,
+        num_kv_heads=traced.num_kv_heads,
+        head_size=traced.head_size,
+        max_length=max_length,
+        vocab_size=traced.vocab_size,
+        kv_dtype=cast(Literal["float32", "float16"], stored.dtype),
+        inputs=_specs(traced, traced.model.graph.inputs),
+        outputs=_specs(traced, traced.model.graph.outputs),
+        source=SourceEntry(source.name, source.kind, source.sha256()),
+    )
+
+
+def _specs(traced: Trace, values: Any) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            value.name,
+            value.dtype.numpy().name,
+            tuple(size if isinstance(size, int) else str(size.value) for size in value.shape),
+        )
+        for value in values
+    )
+
+
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerEntry:
+    """Write tokenizer, chat template and generation settings, and describe the tokenizer."""
+    tokenizer = checkpoint.tokenizer
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    if template := tokenizer.chat_template:
+        text = template if isinstance(template, str) else template.get("default")
+        if text:
+            (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+    settings = dict(checkpoint.generation_config)
+    (folder / "generation_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    texts = token_texts(tokenizer)
+    return TokenizerEntry(
+        vocab_size=len(texts),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=_end_tokens(tokenizer, settings, texts),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _end_tokens(tokenizer: Any, settings: Mapping[str, Any], texts: list[str | None]) -> tuple[int, ...]:
+    """Every id that ends a text: of the generation settings, of the tokenizer, and those whose names say so."""
+    stated = settings.get("eos_token_id")
+    ids = set(stated if isinstance(stated, list) else [stated])
+    ids.add(tokenizer.eos_token_id)
+    special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
+    ids.update(token_id for token_id, text in enumerate(texts) if text in _END_TEXTS and text in special)
+    return tuple(sorted(token_id for token_id in ids if token_id is not None and token_id < len(texts)))
+
+
+@contextmanager
+def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when the block ends well, and is removed otherwise."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}.partial-*"):  # of exports that were killed
+        if not _is_running(left.name.rpartition("-")[2]):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = out.parent / f".{out.name}.partial-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+        if out.exists():
+            if not overwrite:
+                raise InvalidInputError(f"{out} appeared while the bundle was being written; it is left as it is.")
+            old = out.parent / f".{out.name}.partial-old-{os.getpid()}"
+            out.rename(old)
+            folder.rename(out)
+            shutil.rmtree(old)
+        else:
+            folder.rename(out)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(out.parent).free
+        raise PacelineError(
+            f"The disk is full: {free / 1e9:.1f} GB are left at {out.parent}. Nothing was kept; free some space and "
+            "export again."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: str) -> bool:
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()

@@ -1,0 +1,61 @@
+"""Can this draft model serve this target? Checked before any heavy work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import CheckpointError, IncompatiblePairError
+
+from .checkpoint import Checkpoint
+
+__all__ = ["check_pair", "check_widths", "token_texts"]
+
+
+def token_texts(tokenizer: Any) -> list[str | None]:
+    """Text of every id of a fast tokenizer, in order of the ids; None where an id has none."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    texts: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for text, token_id in vocabulary.items():
+        texts[token_id] = text
+    return texts
+
+
+def check_widths(checkpoint: Checkpoint) -> None:
+    """Check that a model scores, and can read, every id of its tokenizer; a wider (padded) model is legal.
+
+    Raises:
+        CheckpointError: the tokenizer has ids that the model does not know.
+    """
+    width, ids = checkpoint.config.vocab_size, len(token_texts(checkpoint.tokenizer))
+    if width < ids:
+        raise CheckpointError(
+            f"{checkpoint.source.name}: its tokenizer has {ids} ids, but the model knows only {width}; tokenizer and "
+            "weights do not belong together."
+        )
+
+
+def check_pair(target: Checkpoint, draft: Checkpoint) -> None:
+    """Check that both models give every id the same meaning. Logits may be padded to different widths.
+
+    Raises:
+        IncompatiblePairError: naming both vocabularies and the first id that differs, or the special token.
+        CheckpointError: a model narrower than its tokenizer.
+    """
+    target_texts, draft_texts = token_texts(target.tokenizer), token_texts(draft.tokenizer)
+    both = (
+        f"target {target.source.name} ({len(target_texts)} ids, {target.config.vocab_size} logits) and "
+        f"draft {draft.source.name} ({len(draft_texts)} ids, {draft.config.vocab_size} logits)"
+    )
+    mend = "The draft model must come with the target's tokenizer: take one of the same family."
+    for token_id in range(max(len(target_texts), len(draft_texts))):
+        ours, theirs = (texts[token_id] if token_id < len(texts) else None for texts in (target_texts, draft_texts))
+        if ours != theirs:
+            raise IncompatiblePairError(
+                f"The vocabularies of {both} differ first at id {token_id}: {ours!r} against {theirs!r}. {mend}"
+            )
+    for name in ("bos_token_id", "eos_token_id"):
+        ours, theirs = getattr(target.tokenizer, name), getattr(draft.tokenizer, name)
+        if ours != theirs:
+            raise IncompatiblePairError(f"The tokenizers of {both} differ in {name}: {ours} against {theirs}. {mend}")
+    check_widths(target)
+    check_widths(draft)

@@ -1,0 +1,158 @@
+"""Give the traced graph its weights, in the format of a precision.
+
+Values are read one tensor at a time: quantised ones are kept packed, the others are read again when they are written,
+so that the float model is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from ..checkpoint import WeightReader
+from ..quantize import WeightFormat
+from ..quantize.blockwise import Blockwise, quantize
+
+__all__ = ["EMBEDDING_BLOCK_SIZES", "store_weights"]
+
+# int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
+_ACCURACY_LEVEL = 4
+EMBEDDING_BLOCK_SIZES = (128, 64, 32, 16)
+
+
+def store_weights(
+    model: ir.Model,
+    reader: WeightReader,
+    weight_format: WeightFormat,
+    block_size: int,
+    *,
+    constants: dict[str, torch.Tensor],
+    on_weight: Callable[[str], None] | None = None,
+) -> None:
+    """Replace projections and the embedding by their stored form and bind every other initializer, in place.
+
+    Args:
+        model: as traced, with initializers named after the checkpoint's parameters.
+        reader: of the checkpoint.
+        weight_format: what to store.
+        block_size: of quantised projections.
+        constants: values of initializers that are not in the checkpoint.
+        on_weight: called with the name of each tensor as it is stored.
+    """
+    dtype = ir.DataType.FLOAT16 if weight_format.dtype == "float16" else ir.DataType.FLOAT
+    torch_dtype = torch.float16 if weight_format.dtype == "float16" else torch.float32
+
+    def read(name: str) -> torch.Tensor:
+        if name in constants:
+            return constants[name]
+        return reader.read(name)
+
+    def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
+        def load() -> ir.TensorProtocol:
+            tensor = read(name).to(torch_dtype)
+            array = (tensor.T if transposed else tensor).contiguous().numpy()
+            return ir.tensor(array, dtype=dtype, name=value.name)
+
+        return ir.LazyTensor(load, dtype=dtype, shape=value.shape, name=value.name)
+
+    for node in list(model.graph):
+        if (weight := _projection_weight(node)) is not None:
+            name = str(weight.name)
+            if weight_format.bits is None:
+                rows, columns = weight.shape
+                stored = _initializer(model, f"{name}.T", dtype, (columns, rows))
+                if stored.const_value is None:
+                    stored.const_value = lazy(stored, name, transposed=True)
+                node.replace_input_with(1, stored)
+            else:
+                quantised = quantize(
+                    read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
+                )
+                _replace(model, node, _matmul_nbits(model, node.inputs[0], name, quantised, dtype))
+        elif node.op_type == "Gather" and node.inputs[0].is_initializer() and weight_format.embedding_bits is not None:
+            name = str(node.inputs[0].name)
+            table = read(name)
+            block = next((size for size in EMBEDDING_BLOCK_SIZES if table.shape[1] % size == 0), None)
+            if block is not None:
+                quantised = quantize(table, bits=weight_format.embedding_bits, block_size=block, symmetric=True)
+                _replace(model, node, _gather_block_quantized(model, node.inputs[1], name, quantised, dtype))
+        else:
+            continue
+        if on_weight is not None:
+            on_weight(name)
+    RemoveUnusedNodesPass()(model)
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            value.const_value = lazy(value, name)
+
+
+def _projection_weight(node: ir.Node) -> ir.Value | None:
+    """The initializer `[rows, columns]` of `MatMul(x, Transpose(initializer))`, or None for other nodes."""
+    if node.op_type != "MatMul":
+        return None
+    transpose = node.inputs[1].producer()
+    if transpose is None or transpose.op_type != "Transpose" or not transpose.inputs[0].is_initializer():
+        return None
+    weight: ir.Value = transpose.inputs[0]
+    return weight
+
+
+def _matmul_nbits(model: ir.Model, x: ir.Value, name: str, weight: Blockwise, dtype: ir.DataType) -> ir.Node:
+    rows = weight.packed.shape[0]
+    inputs = [
+        x,
+        _constant(model, f"{name}.q", weight.packed),
+        _constant(model, f"{name}.scales", weight.scales.reshape(-1), dtype),
+    ]
+    if weight.zero_points is not None:
+        inputs.append(_constant(model, f"{name}.zero_points", weight.zero_points.reshape(-1)))
+    attributes = {
+        "K": weight.columns,
+        "N": rows,
+        "bits": weight.bits,
+        "block_size": weight.block_size,
+        "accuracy_level": _ACCURACY_LEVEL,
+    }
+    return ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft")
+
+
+def _gather_block_quantized(
+    model: ir.Model, indices: ir.Value, name: str, table: Blockwise, dtype: ir.DataType
+) -> ir.Node:
+    rows = table.packed.shape[0]
+    inputs = [
+        _constant(model, f"{name}.q", table.packed.reshape(rows, -1)),
+        indices,
+        _constant(model, f"{name}.scales", table.scales, dtype),
+    ]
+    attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": table.block_size, "bits": table.bits}
+    return ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft")
+
+
+def _constant(
+    model: ir.Model, name: str, array: NDArray[np.generic], dtype: ir.DataType | None = None
+) -> ir.Value:
+    tensor = ir.tensor(array.astype(np.float16) if dtype == ir.DataType.FLOAT16 else array, name=name)
+    value = _initializer(model, name, tensor.dtype, tuple(array.shape))
+    value.const_value = tensor
+    return value
+
+
+def _initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+    if name not in model.graph.initializers:
+        model.graph.initializers[name] = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    return model.graph.initializers[name]
+
+
+def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
+    """Put `new`, which has one output, in the place of `old`."""
+    model.graph.insert_before(old, new)
+    new.outputs[0].name = old.outputs[0].name
+    new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
+    old.outputs[0].replace_all_uses_with(new.outputs[0], replace_graph_outputs=True)
+    model.graph.remove(old, safe=True)

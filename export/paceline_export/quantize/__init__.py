@@ -1,0 +1,45 @@
+"""Weight formats: what each `--precision` stores. One file per way of quantising."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import InvalidInputError
+
+__all__ = ["PRECISIONS", "WeightFormat", "weight_format"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How the weights of one precision are stored.
+
+    Attributes:
+        dtype: of activations, caches and unquantised weights.
+        bits: of quantised projections; None keeps them in `dtype`.
+        embedding_bits: of the quantised embedding table; it costs no time, so it is never coarser than 8 bits.
+        symmetric: whether quantisation blocks have no zero point.
+    """
+
+    dtype: str
+    bits: int | None
+    embedding_bits: int | None
+    symmetric: bool
+
+
+PRECISIONS = {
+    "fp32": WeightFormat("float32", None, None, True),
+    "fp16": WeightFormat("float16", None, None, True),
+    "int8": WeightFormat("float32", 8, 8, True),
+    "int4": WeightFormat("float32", 4, 8, True),
+}
+
+
+def weight_format(precision: str) -> WeightFormat:
+    """The format of a precision by name.
+
+    Raises:
+        InvalidInputError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise InvalidInputError(f"Unknown precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
+    return PRECISIONS[precision]

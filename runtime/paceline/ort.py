@@ -1,0 +1,252 @@
+"""Run an exported graph with ONNX Runtime: in-place KV caches, bound buffers, one shared thread pool."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle import Bundle, ModelEntry
+from .errors import BundleError, InstallationError, InvalidInputError
+from .kv_cache import KVCache
+
+__all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
+
+# Rows per run while a long prompt is fed: bounds the memory of attention scores (heads × rows × length).
+PREFILL_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """An execution provider of ONNX Runtime: its name there and the session options it wants."""
+
+    name: str
+    session_config: tuple[tuple[str, str], ...] = ()
+
+
+PROVIDERS = {
+    "cpu": Provider("CPUExecutionProvider"),
+}
+
+_pool_lock = threading.Lock()
+_pool_threads: int | None = None  # size of the process-wide pool once it exists
+
+
+class OrtKVCache(KVCache):
+    """Key and value buffers of one sequence, bound once; the graph writes into them in place."""
+
+    def __init__(self, model: OrtModel, max_length: int) -> None:
+        super().__init__(max_length)
+        self.model = model
+        entry = model.entry
+        shape = (1, entry.num_kv_heads, max_length, entry.head_size)
+        # np.zeros leaves pages untouched until a position is written, so an ample max_length costs nothing yet.
+        self.buffers = [np.zeros(shape, entry.kv_dtype) for _ in range(2 * entry.num_layers)]
+        self.binding = model.session.io_binding()
+        for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
+            pointer = buffer.ctypes.data
+            self.binding.bind_input(past, "cpu", 0, buffer.dtype.type, shape, pointer)
+            self.binding.bind_output(present, "cpu", 0, buffer.dtype.type, shape, pointer)
+        self.logits = np.empty((0, entry.vocab_size), np.float32)
+
+    def logits_buffer(self, rows: int) -> NDArray[np.float32]:
+        """The first `rows` rows of a buffer that is kept from step to step."""
+        if len(self.logits) < rows:
+            self.logits = np.empty((rows, self.logits.shape[1]), np.float32)
+        return self.logits[:rows]
+
+
+class OrtModel:
+    """A causal language model run by ONNX Runtime; see `paceline.model.CausalLM`."""
+
+    def __init__(self, session: Any, entry: ModelEntry) -> None:
+        self.session = session
+        self.entry = entry
+        self.past_names = [spec.name for spec in entry.inputs if spec.name.startswith("past_key_values.")]
+        self.present_names = [name.replace("past_key_values.", "present.") for name in self.past_names]
+
+    @classmethod
+    def open(cls, bundle: Bundle, which: str, *, provider: str = "cpu", threads: int | None = None) -> OrtModel:
+        """Load one model of a bundle.
+
+        Args:
+            bundle: an opened bundle.
+            which: `"target"` or `"draft"`.
+            provider: a key of `PROVIDERS`.
+            threads: of the pool that all models of the process share; None means one per available core. The first
+                model of the process decides.
+
+        Raises:
+            InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.
+            InstallationError: ONNX Runtime is missing, installed twice, or lacks the provider.
+            BundleError: the graph cannot be loaded or does not match the manifest.
+        """
+        entry: ModelEntry | None = getattr(bundle.manifest, which)
+        if entry is None:
+            raise InvalidInputError(f"{bundle.root} has no {which} model.")
+        session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
+        model = cls(session, entry)
+        model._check_against_manifest(bundle.root)
+        return model
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.entry.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of positions of a cache."""
+        return self.entry.max_length
+
+    def new_cache(self, max_length: int) -> OrtKVCache:
+        """Make an empty cache.
+
+        Raises:
+            InvalidInputError: longer than the model's `max_length`.
+        """
+        if max_length > self.max_length:
+            raise InvalidInputError(f"A cache of {max_length} positions exceeds the model's {self.max_length}.")
+        return OrtKVCache(self, max_length)
+
+    def forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> NDArray[np.float32]:
+        """Feed `tokens` behind what `cache` holds; see `paceline.model.CausalLM.forward`."""
+        if not isinstance(cache, OrtKVCache) or cache.model is not self:
+            raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
+        count = len(tokens)
+        if not 1 <= count <= cache.room:
+            raise InvalidInputError(
+                f"Cannot feed {count} tokens: at least 1 is needed and the KV cache has room for {cache.room}."
+            )
+        if not 1 <= num_logits <= count:
+            raise InvalidInputError(f"num_logits must be between 1 and the {count} tokens fed, got {num_logits}.")
+        ids = np.array(tokens, np.int64)
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = next(int(token) for token in tokens if not 0 <= token < self.vocab_size)
+            raise InvalidInputError(f"Token id {bad} is outside the model's {self.vocab_size} ids.")
+        # Long inputs go in pieces; the last piece holds every row whose logits are wanted.
+        last = max(min(count, PREFILL_ROWS), num_logits)
+        position = 0
+        while position < count - last:
+            step = min(PREFILL_ROWS, count - last - position)
+            self._run(ids[position : position + step], cache, 1)
+            position += step
+        return self._run(ids[position:], cache, num_logits)
+
+    def _run(self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int) -> NDArray[np.float32]:
+        """One run of the graph over at most a piece of the input."""
+        rows = len(ids)
+        total = cache.length + rows
+        logits = cache.logits_buffer(num_logits)
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": ids.reshape(1, rows),
+            "seqlens_k": np.array([total - 1], np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "logits_indices": np.arange(rows - num_logits, rows, dtype=np.int64),
+        }
+        binding = cache.binding
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
+        start = time.perf_counter()
+        self.session.run_with_iobinding(binding)
+        cache.seconds += time.perf_counter() - start
+        cache.advance(rows)
+        return logits
+
+    def _check_against_manifest(self, root: Path) -> None:
+        for kind, specs, found in (
+            ("input", self.entry.inputs, self.session.get_inputs()),
+            ("output", self.entry.outputs, self.session.get_outputs()),
+        ):
+            names = [spec.name for spec in specs]
+            if sorted(names) != sorted(value.name for value in found):
+                raise BundleError(
+                    f"{root}: the {kind}s of {self.entry.path} are not those of the manifest; export the bundle again."
+                )
+
+
+def open_session(path: Path, *, provider: str = "cpu", threads: int | None = None) -> Any:
+    """Open an `onnxruntime.InferenceSession` on the shared thread pool.
+
+    Raises:
+        InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.
+        InstallationError: ONNX Runtime is missing, installed twice, or lacks the provider.
+        BundleError: ONNX Runtime cannot load the graph.
+    """
+    if provider not in PROVIDERS:
+        raise InvalidInputError(f"Unknown provider {provider!r}: expected one of {', '.join(PROVIDERS)}.")
+    row = PROVIDERS[provider]
+    ort = import_onnxruntime()
+    if row.name not in ort.get_available_providers():
+        raise InstallationError(
+            f"ONNX Runtime {ort.__version__} has no {row.name}: it offers {', '.join(ort.get_available_providers())}."
+        )
+    _share_pool(ort, threads)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = 3
+    for key, value in row.session_config:
+        options.add_session_config_entry(key, value)
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[row.name])
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise BundleError(f"ONNX Runtime cannot load {path}: {error}") from error
+    if row.name not in session.get_providers():
+        raise InstallationError(f"{row.name} did not start; ONNX Runtime fell back to {session.get_providers()}.")
+    return session
+
+
+def import_onnxruntime() -> Any:
+    """Import ONNX Runtime, which exactly one installed package must provide.
+
+    Raises:
+        InstallationError: none is installed, or several that overwrite each other's files.
+    """
+    owners = sorted(
+        {
+            name
+            for name in importlib.metadata.packages_distributions().get("onnxruntime", ())
+            if name.startswith("onnxruntime")
+        }
+    )
+    if len(owners) > 1:
+        raise InstallationError(
+            f"{' and '.join(owners)} are both installed and overwrite each other. Uninstall all of them "
+            f"(pip uninstall {' '.join(owners)}), then install one: pip install 'paceline[cpu]' or 'paceline[gpu]'."
+        )
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise InstallationError(
+            f"ONNX Runtime cannot be imported ({error}). Install one of its two packages: "
+            "pip install 'paceline[cpu]' or 'paceline[gpu]'."
+        ) from error
+    return onnxruntime
+
+
+def _share_pool(ort: Any, threads: int | None) -> None:
+    """Create the process-wide thread pool once.
+
+    Two sessions with pools of their own fight for the cores, since idle threads spin: the pair runs 1.6 times slower.
+    """
+    global _pool_threads
+    if threads is not None and threads < 1:
+        raise InvalidInputError(f"threads must be at least 1, got {threads}.")
+    with _pool_lock:
+        if _pool_threads is None:
+            wanted = threads or len(os.sched_getaffinity(0))
+            ort.set_global_thread_pool_sizes(wanted, 1)
+            _pool_threads = wanted
+        elif threads is not None and threads != _pool_threads:
+            raise InvalidInputError(
+                f"threads={threads} comes too late: the models of this process already share {_pool_threads} threads."
+            )
