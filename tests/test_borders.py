@@ -14,17 +14,26 @@ OURS = {"paceline", "paceline_export", "paceline_tools"}
 RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2", "paceline"}
 EXPORT_ONLY = {"torch", "transformers", "onnx"}
 # What export may take from the runtime; its parity check runs the exported graph with the runtime itself.
-BUNDLE = {"paceline.bundle", "paceline.errors"}
+BUNDLE = {"paceline.bundle", "paceline.errors", "paceline.__version__"}
 
 
 def imported(source: str) -> Iterator[str]:
     """Dotted names of the absolute imports of a file, wherever they stand in it."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
+        if isinstance(node, ast.Import) and any(alias.name == "paceline" for alias in node.names):
+            # The bare package: what counts is what is taken from it.
+            used = {use.attr for use in nodes if isinstance(use, ast.Attribute) and _is_name(use.value, "paceline")}
+            yield from (f"paceline.{name}" for name in used or {"*"})
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             # `from paceline import bundle` reaches paceline.bundle; `from torch import nn` reaches torch.nn.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def breaches(path: str, source: str) -> list[str]:
@@ -77,6 +86,7 @@ def test_the_runtime_is_among_the_files() -> None:
         ("export/paceline_export/pair.py", "from paceline.tokenizer import Tokenizer"),
         ("export/paceline_export/pair.py", "from paceline import load"),
         ("export/paceline_export/pair.py", "import paceline"),
+        ("export/paceline_export/pair.py", "import paceline\nprint(paceline.__version__, paceline.load)"),
         ("export/paceline_export/pair.py", "from paceline_tools import cli"),
         ("tools/paceline_tools/info.py", "import transformers"),
         ("tools/paceline_tools/info.py", "if True:\n    import onnx.helper"),
@@ -94,6 +104,7 @@ def test_a_crossing_is_seen(path: str, source: str) -> None:
             "export/paceline_export/pair.py",
             "import torch\nfrom paceline.bundle import Bundle\nfrom paceline import errors",
         ),
+        ("export/paceline_export/export.py", "import paceline\nprint(paceline.__version__)"),
         ("export/paceline_export/parity.py", "from paceline.ort import OrtModel"),
         ("tools/paceline_tools/generate.py", "import click\nimport paceline\nfrom paceline_export import pair"),
     ],
