@@ -27,6 +27,9 @@ __all__ = ["Checkpoint", "WeightReader"]
 class WeightReader(Protocol):
     """Reads weights by the name of the model's parameter."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter, without reading it; raises CheckpointError where there is none."""
+
     def read(self, name: str) -> torch.Tensor:
         """The parameter as a float32 tensor of its own."""
 
@@ -45,16 +48,29 @@ class SafetensorsReader:
             handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter.
+
+        Raises:
+            CheckpointError: no file holds it.
+        """
+        stored = self._stored_name(name)
+        return tuple(self._where[stored].get_slice(stored).get_shape())
+
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
 
         Raises:
             CheckpointError: no file holds it.
         """
+        stored = self._stored_name(name)
+        tensor: torch.Tensor = self._where[stored].get_tensor(stored)
+        return tensor.to(torch.float32)
+
+    def _stored_name(self, name: str) -> str:
         for candidate in (name, self.tied.get(name, name)):
             if candidate in self._where:
-                tensor: torch.Tensor = self._where[candidate].get_tensor(candidate)
-                return tensor.to(torch.float32)
+                return candidate
         raise CheckpointError(
             f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
             f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture."
@@ -80,26 +96,43 @@ class GgufReader:
         self._tensors = {parameter: tensors[name] for name, parameter in self._map.items() if name in tensors}
         self._tied = tied
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter.
+
+        Raises:
+            CheckpointError: the file does not hold it.
+        """
+        return _shape(self._tensor(name))
+
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
 
         Raises:
             CheckpointError: the file does not hold it.
         """
-        tensor = self._tensors.get(name) or self._tensors.get(self._tied.get(name, name))
-        if tensor is None:
-            raise CheckpointError(f"The GGUF file holds no tensor for the parameter {name!r}; it may be damaged.")
+        tensor = self._tensor(name)
         result = self._processor.process(
             weights=_unpack(tensor), name=tensor.name, tensor_key_mapping=self._map, parsed_parameters={}
         )
         return torch.from_numpy(np.ascontiguousarray(result.weights, np.float32))
+
+    def _tensor(self, name: str) -> Any:
+        tensor = self._tensors.get(name) or self._tensors.get(self._tied.get(name, name))
+        if tensor is None:
+            raise CheckpointError(f"The GGUF file holds no tensor for the parameter {name!r}; it may be damaged.")
+        return tensor
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Shape of a GGUF tensor, which the file gives in reverse."""
+    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _unpack(tensor: Any) -> NDArray[np.float32]:
     """Dequantise a GGUF tensor, some rows at a time, since its blocks are held in several copies meanwhile."""
     from gguf import dequantize
 
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+    shape = _shape(tensor)
     weights = np.empty(shape, np.float32)
     if len(shape) < 2:
         weights[...] = dequantize(tensor.data, tensor.tensor_type)

@@ -55,13 +55,36 @@ class OrtKVCache(KVCache):
             pointer = buffer.ctypes.data
             self.binding.bind_input(past, "cpu", 0, buffer.dtype.type, shape, pointer)
             self.binding.bind_output(present, "cpu", 0, buffer.dtype.type, shape, pointer)
-        self.logits = np.empty((0, entry.vocab_size), np.float32)
+        self._seqlens_k = np.zeros(1, np.int32)
+        self._total_sequence_length = np.zeros((), np.int32)
+        self._bind("seqlens_k", self._seqlens_k)
+        self._bind("total_sequence_length", self._total_sequence_length)
+        self._ids = np.empty((1, 0), np.int64)
+        self._logits_indices = np.empty(0, np.int64)
+        self._logits = np.empty((0, entry.vocab_size), np.float32)
 
-    def logits_buffer(self, rows: int) -> NDArray[np.float32]:
-        """The first `rows` rows of a buffer that is kept from step to step."""
-        if len(self.logits) < rows:
-            self.logits = np.empty((rows, self.logits.shape[1]), np.float32)
-        return self.logits[:rows]
+    def prepare(self, ids: NDArray[np.int64], num_logits: int) -> NDArray[np.float32]:
+        """Bind one run's inputs and its logits `[num_logits, vocab_size]`, which are returned to be read afterwards.
+
+        Buffers are kept from run to run: where the shapes are those of the run before, nothing is bound again.
+        """
+        rows = len(ids)
+        if self._ids.shape[1] != rows or len(self._logits_indices) != num_logits:
+            self._ids = np.empty((1, rows), np.int64)
+            self._logits_indices = np.arange(rows - num_logits, rows, dtype=np.int64)
+            if len(self._logits) < num_logits:
+                self._logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
+            self._bind("input_ids", self._ids)
+            self._bind("logits_indices", self._logits_indices)
+            logits = self._logits[:num_logits]
+            self.binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
+        self._ids[0] = ids
+        self._total_sequence_length[...] = self.length + rows
+        self._seqlens_k[0] = self.length + rows - 1
+        return self._logits[:num_logits]
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
 class OrtModel:
@@ -143,23 +166,11 @@ class OrtModel:
 
     def _run(self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int) -> NDArray[np.float32]:
         """One run of the graph over at most a piece of the input."""
-        rows = len(ids)
-        total = cache.length + rows
-        logits = cache.logits_buffer(num_logits)
-        inputs: dict[str, NDArray[Any]] = {
-            "input_ids": ids.reshape(1, rows),
-            "seqlens_k": np.array([total - 1], np.int32),
-            "total_sequence_length": np.array(total, np.int32),
-            "logits_indices": np.arange(rows - num_logits, rows, dtype=np.int64),
-        }
-        binding = cache.binding
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
+        logits = cache.prepare(ids, num_logits)
         start = time.perf_counter()
-        self.session.run_with_iobinding(binding)
+        self.session.run_with_iobinding(cache.binding)
         cache.seconds += time.perf_counter() - start
-        cache.advance(rows)
+        cache.advance(len(ids))
         return logits
 
     def _check_against_manifest(self, root: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from paceline.errors import CheckpointError
+
 from ..checkpoint import WeightReader
 from ..quantize import WeightFormat
 from ..quantize.blockwise import Blockwise, quantize
@@ -45,7 +47,11 @@ def store_weights(
         embedding: the checkpoint's name of the table that input ids are looked up in.
         constants: values of initializers that are not in the checkpoint.
         on_weight: called with the name of each tensor as it is stored.
+
+    Raises:
+        CheckpointError: a weight that the checkpoint lacks or holds in another shape.
     """
+    _check_shapes(model, reader, constants)
     dtype = ir.DataType.FLOAT16 if weight_format.dtype == "float16" else ir.DataType.FLOAT
     torch_dtype = torch.float16 if weight_format.dtype == "float16" else torch.float32
 
@@ -95,6 +101,19 @@ def store_weights(
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             value.const_value = lazy(value, name)
+
+
+def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, torch.Tensor]) -> None:
+    """Check that the checkpoint holds every weight in the shape that the graph expects, before any is read."""
+    for name, value in model.graph.initializers.items():
+        if value.const_value is not None or name in constants:
+            continue
+        expected, found = tuple(int(size) for size in value.shape), reader.shape(name)
+        if found != expected:
+            raise CheckpointError(
+                f"The tensor {name!r} has shape {found} in the checkpoint, but its configuration asks for {expected}; "
+                "configuration and weights do not belong together."
+            )
 
 
 def _projection_weight(node: ir.Node) -> ir.Value | None:

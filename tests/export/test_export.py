@@ -1,0 +1,332 @@
+"""Bundles from tiny checkpoints: complete, checked against torch, and written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+from tiny import sizes, tiny_checkpoint, tiny_tokenizer
+
+import paceline
+from paceline.bundle import MANIFEST_NAME, Bundle
+from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError, PacelineError
+from paceline.testing import ScriptedDrafter
+from paceline_export.export import ExportReport, export_bundle
+from paceline_export.parity import check_bundle
+from paceline_export.source import resolve
+
+
+def export(checkpoint: Path, out: Path, draft: Path | None = None, **options: Any) -> ExportReport:
+    source = None if draft is None else resolve(str(draft))
+    return export_bundle(resolve(str(checkpoint)), source, out, **({"precision": "fp32"} | options))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"), transformers.LlamaConfig(**sizes()))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.LlamaConfig(**sizes(vocab_size=264, num_hidden_layers=1, max_position_embeddings=128))
+    return tiny_checkpoint(tmp_path_factory.mktemp("draft"), config, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundles") / "pair"
+    export(llama, out, draft)
+    return out
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ARCHITECTURES = {
+    "llama": transformers.LlamaConfig(**sizes()),
+    "llama, tied": transformers.LlamaConfig(**sizes(tie_word_embeddings=True)),
+    "llama, scaled rotation": transformers.LlamaConfig(**sizes(rope_parameters=LLAMA3)),
+    "llama, head size": transformers.LlamaConfig(**sizes(head_dim=32)),
+    "llama, uneven width": transformers.LlamaConfig(**sizes(hidden_size=72, intermediate_size=100, head_dim=16)),
+    "qwen2": transformers.Qwen2Config(**sizes()),
+    "qwen3": transformers.Qwen3Config(**sizes(head_dim=16)),
+    "mistral, window": transformers.MistralConfig(**sizes(sliding_window=16, head_dim=16)),
+    "one kv head": transformers.LlamaConfig(**sizes(num_key_value_heads=1)),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fp32_is_torch(name: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", ARCHITECTURES[name])
+    export(folder, tmp_path / "bundle")
+    report = check_bundle(Bundle.open(tmp_path / "bundle", verify_hashes=True))
+    (model,) = report.models
+    assert report.passed, model.reason
+    assert [phase.name for phase in model.phases] == ["prefill", "single steps", "verification", "after rollback"]
+    assert all(phase.max_logit_diff < 2e-3 and phase.argmax_agreement == 1 for phase in model.phases)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_precisions_are_torch_on_their_own_weights(precision: str, tied: bool, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**sizes(hidden_size=72, head_dim=16, tie_word_embeddings=tied))
+    export(tiny_checkpoint(tmp_path / "model", config), tmp_path / "bundle", precision=precision, block_size=32)
+    report = check_bundle(Bundle.open(tmp_path / "bundle"))
+    assert report.passed, [model.reason for model in report.models]
+    assert [model.arithmetic for model in report.models] == (["fp16"] if precision == "fp16" else ["fp32", "int8"])
+
+
+def test_weights_of_the_bundle_are_those_of_the_checkpoint(llama: Path, pair: Path) -> None:
+    from safetensors.torch import load_file
+
+    from paceline_export.parity import stored_weights
+
+    original, stored = load_file(llama / "model.safetensors"), stored_weights(pair / "target" / "model.onnx")
+    assert set(original) == set(stored)
+    for name, tensor in original.items():
+        torch.testing.assert_close(stored[name], tensor, rtol=0, atol=0)
+
+
+def test_half_precision_files_are_read_in_full(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", transformers.LlamaConfig(**sizes()))
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    export(folder, tmp_path / "bundle")
+    assert check_bundle(Bundle.open(tmp_path / "bundle")).passed
+
+
+def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "whole", transformers.LlamaConfig(**sizes()))
+    sharded = tmp_path / "sharded"
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
+    tiny_tokenizer().save_pretrained(sharded)
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    export(folder, tmp_path / "a")
+    export(sharded, tmp_path / "b")
+    assert (tmp_path / "a/target/model.onnx.data").read_bytes() == (tmp_path / "b/target/model.onnx.data").read_bytes()
+
+
+def test_the_manifest_describes_the_graphs(pair: Path) -> None:
+    manifest = Bundle.open(pair, verify_hashes=True).manifest
+    assert manifest.draft is not None
+    for entry in (manifest.target, manifest.draft):
+        graph = onnx.load(pair / entry.path, load_external_data=False).graph
+        for specs, values in ((entry.inputs, graph.input), (entry.outputs, graph.output)):
+            assert [spec.name for spec in specs] == [value.name for value in values]
+            for spec, value in zip(specs, values, strict=True):
+                tensor = value.type.tensor_type
+                assert spec.shape == tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+                assert spec.dtype == onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
+    assert (manifest.target.vocab_size, manifest.draft.vocab_size, manifest.tokenizer.vocab_size) == (272, 264, 262)
+    assert (manifest.target.max_length, manifest.draft.max_length) == (256, 128)
+    assert manifest.tokenizer.eos_token_ids == (260,)
+    listed = {*manifest.files, MANIFEST_NAME}
+    assert listed == {str(path.relative_to(pair)) for path in pair.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5, 6])
+def test_a_pair_of_padded_widths_writes_the_targets_text(pair: Path, num_draft_tokens: int) -> None:  # cases 17, 23
+    decoder = paceline.load(pair)
+    plain = decoder.generate([5, 6, 7], max_new_tokens=60, num_draft_tokens=0)
+    speculative = decoder.generate([5, 6, 7], max_new_tokens=60, num_draft_tokens=num_draft_tokens)
+    list(plain), list(speculative)
+    assert speculative.token_ids == plain.token_ids
+    assert speculative.stats.proposed > 0
+    assert max(plain.token_ids) < 262
+
+
+def test_the_draft_context_may_be_shorter_than_the_targets(pair: Path) -> None:  # case 19
+    decoder = paceline.load(pair)
+    generation = decoder.generate([5] * 100, max_new_tokens=100, num_draft_tokens=3)
+    steps = list(generation)
+    plain = decoder.generate([5] * 100, max_new_tokens=100, num_draft_tokens=0)
+    list(plain)
+    assert generation.token_ids == plain.token_ids
+    if len(generation.token_ids) == 100:  # the text outgrew the draft's 128 positions
+        assert steps[1].num_proposed > 0
+        assert steps[-2].num_proposed == 0
+
+
+def test_an_always_wrong_drafter_changes_nothing(pair: Path) -> None:  # case 24
+    decoder = paceline.load(pair)
+    plain = decoder.generate([5, 6], max_new_tokens=40, num_draft_tokens=0)
+    list(plain)
+    wrong = ScriptedDrafter.always_wrong([5, 6, *plain.token_ids], vocab_size=262)
+    generation = decoder.generate([5, 6], max_new_tokens=40, num_draft_tokens=4, drafter=wrong)
+    list(generation)
+    assert generation.token_ids == plain.token_ids
+    assert generation.stats.accepted == 0 < generation.stats.proposed
+
+
+def test_a_single_model_exports_too(llama: Path, tmp_path: Path) -> None:
+    report = export(llama, tmp_path / "bundle", max_length=64)
+    assert Bundle.open(tmp_path / "bundle").manifest.draft is None
+    assert [model.which for model in report.models] == ["target"]
+    generation = paceline.load(tmp_path / "bundle").generate([5] * 60, max_new_tokens=100)
+    list(generation)
+    assert len(generation.token_ids) <= 4
+
+
+def test_a_draft_of_another_tokenizer_is_refused_before_any_work(llama: Path, tmp_path: Path) -> None:  # case 35
+    other = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()), tiny_tokenizer(("<x>",)))
+    with pytest.raises(IncompatiblePairError, match="first at id 262: None against '<x>'"):
+        export(llama, tmp_path / "bundle", other)
+    assert not list(tmp_path.glob("*bundle*"))
+
+
+def test_an_existing_folder_is_not_touched(llama: Path, pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    with pytest.raises(InvalidInputError, match="exists already"):
+        export(llama, pair)
+    with pytest.raises(InvalidInputError, match="not a bundle, so it is not replaced"):
+        export(llama, tmp_path / "notes", overwrite=True)
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
+
+
+def test_overwrite_replaces_a_bundle_when_the_new_one_is_complete(llama: Path, draft: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "bundle")
+    export(draft, tmp_path / "bundle", overwrite=True)
+    assert Bundle.open(tmp_path / "bundle").manifest.target.vocab_size == 264
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 257}, "exceeds the 256 positions"),
+        ({"max_length": 1}, "at least 2"),
+        ({"block_size": 48}, "expected one of 16, 32, 64, 128, 256"),
+        ({"precision": "int5"}, "expected one of fp32, fp16, int8, int4"),
+    ],
+)
+def test_bad_options_are_refused(llama: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        export(llama, tmp_path / "bundle", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_architecture_are_refused(llama: Path, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.0.self_attn.\w_proj.bias'"):
+        export(folder, tmp_path / "bundle")
+    assert not list(tmp_path.glob("*bundle*"))
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.gate_proj.weight' has shape \(96, 64\)"):
+        export(folder, tmp_path / "bundle", precision="int4")
+
+
+def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("paceline_export.export.ir.save", full)
+    with pytest.raises(PacelineError, match="disk is full"):
+        export(llama, tmp_path / "bundle")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_export_leaves_no_bundle_and_a_rerun_succeeds(llama: Path, tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        import paceline_export.export as export
+        from paceline_export.source import resolve
+        from pathlib import Path
+        write = export._write_tokenizer
+        def killed(*args):
+            write(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        export._write_tokenizer = killed
+        export.export_bundle(resolve({str(llama)!r}), None, Path({str(tmp_path / "bundle")!r}), precision="fp32")
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=False)
+    assert child.returncode == -signal.SIGKILL
+    assert not (tmp_path / "bundle").exists()
+    assert len(list(tmp_path.iterdir())) == 1  # what the kill left behind, which the rerun clears away
+    export(llama, tmp_path / "bundle")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    Bundle.open(tmp_path / "bundle", verify_hashes=True)
+
+
+def test_the_check_finds_a_planted_fault(pair: Path, tmp_path: Path) -> None:
+    """Each of these leaves the weights as they are and would pass a test that only looks at shapes."""
+    model = onnx.load(pair / "target" / "model.onnx")
+
+    def scale(graph: Any) -> None:
+        node = next(n for n in graph.node if n.op_type == "GroupQueryAttention")
+        next(a for a in node.attribute if a.name == "scale").f *= 1.01
+
+    def rotation(graph: Any) -> None:
+        cos = next(i for i in graph.initializer if i.name == "rotary.cos")
+        cos.raw_data = np.roll(onnx.numpy_helper.to_array(cos), 1, axis=0).tobytes()
+
+    def epsilon(graph: Any) -> None:
+        for node in graph.node:
+            if "LayerNormalization" in node.op_type:
+                next(a for a in node.attribute if a.name == "epsilon").f = 1e-2
+
+    for i, plant in enumerate((scale, rotation, epsilon)):
+        broken = onnx.ModelProto()
+        broken.CopyFrom(model)
+        plant(broken.graph)
+        folder = tmp_path / str(i)
+        (folder / "target").mkdir(parents=True)
+        for name in ("tokenizer.json", "target/config.json"):
+            (folder / name).write_bytes((pair / name).read_bytes())
+        onnx.save(broken, folder / "target/model.onnx")
+        original = Bundle.open(pair)
+        bundle = Bundle(folder, original.manifest)
+        report = check_bundle_target(bundle)
+        assert not report.passed, plant.__name__
+        assert "a logit differs" in str(report.models[0].reason)
+
+
+def check_bundle_target(bundle: Bundle) -> Any:
+    import dataclasses
+
+    return check_bundle(Bundle(bundle.root, dataclasses.replace(bundle.manifest, draft=None)))
+
+
+def test_a_context_too_short_for_the_check_says_so(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "bundle", max_length=32)
+    with pytest.raises(BundleError, match="too short for the check"):
+        check_bundle(Bundle.open(tmp_path / "bundle"))
+
+
+def test_export_takes_seconds_for_a_tiny_model_and_says_what_it_wrote(llama: Path, tmp_path: Path) -> None:
+    stages: list[tuple[str, float]] = []
+    started = time.perf_counter()
+    report = export(llama, tmp_path / "bundle", on_progress=lambda stage, done: stages.append((stage, done)))
+    assert report.seconds <= time.perf_counter() - started
+    assert report.bytes_written == sum(
+        path.stat().st_size for path in (tmp_path / "bundle").rglob("*") if path.is_file() and path.name != MANIFEST_NAME
+    )
+    shares = [done for _, done in stages]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
