@@ -18,6 +18,7 @@ Tracing needs no weights: parameters are fake tensors, and the graph's initializ
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ class Trace:
 
     Attributes:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
+        embedding: name of the parameter that input ids are looked up in.
         rotary_tables: values of the initializers `rotary.cos` and `rotary.sin`, `[max_length, head_size / 2]`.
     """
 
@@ -57,6 +59,7 @@ class Trace:
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    embedding: str
     rotary_tables: dict[str, torch.Tensor]
 
 
@@ -117,8 +120,7 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
         )
     past_dims = [{0: Dim("batch"), 2: Dim("max_length")} for _ in range(num_layers)]
     names = [f"{i}.{part}" for part in ("key", "value") for i in range(num_layers)]
-    with _unrotated(modeling), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside torch.export, and "training mode" for our wrapper
+    with _unrotated(modeling), _quiet():
         program = torch.onnx.export(
             graph_model,
             arguments,
@@ -143,10 +145,10 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
             ],
             output_names=["logits", *(f"present.{name}" for name in names)],
         )
-    graph: ir.Model = program.model
-    for initializer in graph.graph.initializers.values():
-        initializer.const_value = None
-    onnxscript.optimizer.optimize_ir(graph)
+        graph: ir.Model = program.model
+        for initializer in graph.graph.initializers.values():
+            initializer.const_value = None
+        onnxscript.optimizer.optimize_ir(graph)
     attention_nodes = sum(node.op_type == "GroupQueryAttention" for node in graph.graph)
     if attention_nodes != num_layers:
         raise CheckpointError(
@@ -154,7 +156,9 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
             "transformers' attention interface; this architecture is not supported."
         )
     vocab_size = graph.graph.outputs[0].shape[2]
-    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), rotary_tables)
+    table = model.get_input_embeddings()
+    embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotary_tables)
 
 
 class _GraphModel(torch.nn.Module):
@@ -254,6 +258,22 @@ def _is_interleaved(rotate: Any, cos: torch.Tensor, sin: torch.Tensor, model_nam
         if torch.allclose(rotated, expected, atol=1e-5):
             return interleaved
     raise CheckpointError(f"The rotation of {model_name} pairs values in an unknown way; it is not supported.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what torch and onnx-ir say about their own insides: deprecations, and weights without values."""
+    loggers = [logging.getLogger(name) for name in ("onnx_ir", "torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 @contextmanager

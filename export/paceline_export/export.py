@@ -222,7 +222,13 @@ def _export_model(
     report("store weights", 0.25)
     reader = checkpoint.weights(model)
     store_weights(
-        traced.model, reader, stored, block_size, constants=traced.rotary_tables, on_weight=on_weight
+        traced.model,
+        reader,
+        stored,
+        block_size,
+        embedding=traced.embedding,
+        constants=traced.rotary_tables,
+        on_weight=on_weight,
     )
     report("write", 0.8)
     path = folder / which / "model.onnx"

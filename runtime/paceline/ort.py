@@ -174,8 +174,14 @@ class OrtModel:
                 )
 
 
-def open_session(path: Path, *, provider: str = "cpu", threads: int | None = None) -> Any:
-    """Open an `onnxruntime.InferenceSession` on the shared thread pool.
+def open_session(
+    graph: Path | bytes,
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    session_config: tuple[tuple[str, str], ...] = (),
+) -> Any:
+    """Open an `onnxruntime.InferenceSession` of a graph's file, or of its bytes, on the shared thread pool.
 
     Raises:
         InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.
@@ -194,12 +200,13 @@ def open_session(path: Path, *, provider: str = "cpu", threads: int | None = Non
     options = ort.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = 3
-    for key, value in row.session_config:
+    for key, value in (*row.session_config, *session_config):
         options.add_session_config_entry(key, value)
     try:
-        session = ort.InferenceSession(str(path), options, providers=[row.name])
+        session = ort.InferenceSession(graph if isinstance(graph, bytes) else str(graph), options, providers=[row.name])
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
-        raise BundleError(f"ONNX Runtime cannot load {path}: {error}") from error
+        name = "the graph" if isinstance(graph, bytes) else graph
+        raise BundleError(f"ONNX Runtime cannot load {name}: {error}") from error
     if row.name not in session.get_providers():
         raise InstallationError(f"{row.name} did not start; ONNX Runtime fell back to {session.get_providers()}.")
     return session

@@ -38,7 +38,7 @@ class SamplingParams:
         top_p: keep the smallest set of most probable tokens whose probability is at least `top_p`; 1 keeps all.
         seed: key of the random streams, 0 to 2**64 - 1; None takes a fresh one per generation.
 
-    Tokens that tie at a cut are kept in the order of their ids.
+    Where tokens are equally probable at a cut, those with the lowest ids are kept.
 
     Raises:
         InvalidInputError: a value of the wrong type or out of its range.

@@ -116,8 +116,10 @@ class Tokenizer:
         }
         try:
             template = _environment().from_string(self.chat_template)
-            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **special)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            return template.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
+            )
+        except Exception as error:  # the template is foreign code
             raise InvalidInputError(f"The chat template refused the messages: {error}") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

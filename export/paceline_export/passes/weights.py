@@ -31,6 +31,7 @@ def store_weights(
     weight_format: WeightFormat,
     block_size: int,
     *,
+    embedding: str,
     constants: dict[str, torch.Tensor],
     on_weight: Callable[[str], None] | None = None,
 ) -> None:
@@ -41,6 +42,7 @@ def store_weights(
         reader: of the checkpoint.
         weight_format: what to store.
         block_size: of quantised projections.
+        embedding: the checkpoint's name of the table that input ids are looked up in.
         constants: values of initializers that are not in the checkpoint.
         on_weight: called with the name of each tensor as it is stored.
     """
@@ -74,12 +76,16 @@ def store_weights(
                     read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
                 )
                 _replace(model, node, _matmul_nbits(model, node.inputs[0], name, quantised, dtype))
-        elif node.op_type == "Gather" and node.inputs[0].is_initializer() and weight_format.embedding_bits is not None:
-            name = str(node.inputs[0].name)
-            table = read(name)
-            block = next((size for size in EMBEDDING_BLOCK_SIZES if table.shape[1] % size == 0), None)
-            if block is not None:
-                quantised = quantize(table, bits=weight_format.embedding_bits, block_size=block, symmetric=True)
+        elif node.op_type == "Gather" and node.inputs[0].is_initializer():
+            name = embedding  # a table tied to the LM head is traced under either name
+            rows, columns = node.inputs[0].shape
+            block = next((size for size in EMBEDDING_BLOCK_SIZES if columns % size == 0), None)
+            if weight_format.embedding_bits is None or block is None:
+                stored = _initializer(model, name, dtype, (rows, columns))
+                stored.const_value = lazy(stored, name)
+                node.replace_input_with(0, stored)
+            else:
+                quantised = quantize(read(name), bits=weight_format.embedding_bits, block_size=block, symmetric=True)
                 _replace(model, node, _gather_block_quantized(model, node.inputs[1], name, quantised, dtype))
         else:
             continue

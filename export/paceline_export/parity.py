@@ -1,0 +1,305 @@
+"""ONNX against torch on the same weights: is the exported graph the model it was exported from?
+
+The weights are read back from the bundle (quantised ones as the values they stand for) into transformers' own model,
+with its own attention, so that what is compared is the graph: tracing, fused operators, rotation, caches, rollback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from paceline.bundle import Bundle, ModelEntry
+from paceline.errors import BundleError
+from paceline.model import CausalLM
+from paceline.ort import OrtModel, open_session
+from paceline.tokenizer import Tokenizer
+
+from .quantize.blockwise import Blockwise, dequantize
+
+__all__ = ["TOLERANCES", "ModelParity", "ParityReport", "PhaseParity", "Tolerance", "check_bundle", "compare"]
+
+# Prose, code and numbers, so that tokens of many kinds are compared.
+TEXT = '''A hash map stores each entry in a bucket that is chosen by the hash of its key.
+
+def mean(values: list[float]) -> float:
+    """Arithmetic mean; raises ValueError for an empty list."""
+    if not values:
+        raise ValueError("mean of nothing")
+    return sum(values) / len(values)
+
+In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京 visitor, "2 + 2 = 4". The draft model
+proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
+'''
+PREFILL, SINGLE, VERIFY = 64, 4, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a graph may be from torch on the same weights.
+
+    Attributes:
+        logit: largest difference of a logit.
+        kl: mean Kullback-Leibler divergence of the next token's distribution, in nats.
+        near_tie: gap between torch's two best logits below which the best token is open.
+    """
+
+    logit: float
+    kl: float
+    near_tie: float
+
+
+# By the arithmetic of the products, not by the weights: torch computes with the very weights that are stored.
+# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block.
+TOLERANCES = {
+    "fp32": Tolerance(2e-3, 1e-6, 2e-3),
+    "fp16": Tolerance(0.2, 1e-3, 0.1),
+    "int8": Tolerance(6.0, 0.1, 2.0),
+}
+_ARITHMETIC = {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseParity:
+    """Comparison of some rows of logits.
+
+    Attributes:
+        name: `prefill`, `single steps`, `verification` or `after rollback`.
+        rows: number of rows compared.
+        max_logit_diff: largest absolute difference of a logit.
+        kl: mean divergence of ONNX's distribution from torch's, in nats.
+        argmax_agreement: share of rows with the same best token.
+        near_ties: rows with another best token where torch's two best are closer than the tolerance.
+        disagreements: rows with another best token where they are not.
+    """
+
+    name: str
+    rows: int
+    max_logit_diff: float
+    kl: float
+    argmax_agreement: float
+    near_ties: int
+    disagreements: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParity:
+    """All phases of one model in one arithmetic, and whether they are within its tolerance.
+
+    A quantised model is compared twice: with the products in float32, which shows that the graph is right, and as it
+    is shipped, with activations rounded to 8 bits, which shows what the fast kernels cost.
+    """
+
+    which: str
+    precision: str
+    arithmetic: str
+    phases: tuple[PhaseParity, ...]
+    tolerance_logit: float
+    tolerance_kl: float
+
+    @property
+    def reason(self) -> str | None:
+        """What is beyond tolerance, or None."""
+        for phase in self.phases:
+            where = f"{self.which} in {self.arithmetic} arithmetic, {phase.name}"
+            if not phase.max_logit_diff <= self.tolerance_logit:  # so that NaN fails
+                return f"{where}: a logit differs by {phase.max_logit_diff:.3g}, more than {self.tolerance_logit:g}"
+            if not phase.kl <= self.tolerance_kl:
+                return f"{where}: the distributions differ by {phase.kl:.3g} nats, more than {self.tolerance_kl:g}"
+            if phase.disagreements:
+                return f"{where}: {phase.disagreements} rows have another best token, near-ties left out"
+        return None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every phase is within tolerance."""
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """Parity of every model of a bundle."""
+
+    models: tuple[ModelParity, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every model is within tolerance."""
+        return all(model.passed for model in self.models)
+
+
+def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = None) -> ParityReport:
+    """Compare every model of a bundle with torch on the same weights.
+
+    Takes the memory of the float32 model: about 7 GB for 1.8 billion parameters.
+
+    Args:
+        bundle: an opened bundle.
+        on_progress: called with what is being done.
+
+    Raises:
+        BundleError: the bundle does not hold what is needed to rebuild the torch model.
+    """
+    report = on_progress or (lambda stage: None)
+    tokenizer = Tokenizer.from_bundle(bundle)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    models = []
+    for which in ("target", "draft"):
+        entry: ModelEntry | None = getattr(bundle.manifest, which)
+        if entry is None:
+            continue
+        if entry.max_length < PREFILL + SINGLE + VERIFY + 1:
+            raise BundleError(f"{which}: a context of {entry.max_length} positions is too short for the check.")
+        found = {}
+        for arithmetic in _ARITHMETIC[entry.precision]:
+            report(f"{which}: ONNX Runtime, {arithmetic} arithmetic")
+            found[arithmetic] = _onnx_logits(_open(bundle, which, entry, arithmetic), ids)
+        report(f"{which}: torch")
+        expected = _torch_logits(reference_model(bundle, entry), ids)
+        for arithmetic, logits in found.items():
+            tolerance = TOLERANCES[arithmetic]
+            phases = tuple(compare(name, expected[name], logits[name], tolerance.near_tie) for name in expected)
+            models.append(ModelParity(which, entry.precision, arithmetic, phases, tolerance.logit, tolerance.kl))
+    return ParityReport(tuple(models))
+
+
+def compare(
+    name: str, expected: NDArray[np.float32], found: NDArray[np.float32], near_tie: float
+) -> PhaseParity:
+    """Compare two arrays of logits `[rows, vocab]`; `near_tie` is the gap below which the best token is open."""
+    expected64, found64 = expected.astype(np.float64), found.astype(np.float64)
+    log_p, log_q = _log_softmax(expected64), _log_softmax(found64)
+    same = expected.argmax(-1) == found.argmax(-1)
+    top = np.partition(expected64, -2, axis=-1)[:, -2:]
+    close = top[:, 1] - top[:, 0] < near_tie
+    return PhaseParity(
+        name=name,
+        rows=len(expected),
+        max_logit_diff=float(np.abs(expected64 - found64).max()),
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()),
+        argmax_agreement=float(same.mean()),
+        near_ties=int((~same & close).sum()),
+        disagreements=int((~same & ~close).sum()),
+    )
+
+
+def _open(bundle: Bundle, which: str, entry: ModelEntry, arithmetic: str) -> OrtModel:
+    """The model as it is shipped, or with its products in float32 where they would not be."""
+    if arithmetic == "fp32" and entry.precision != "fp32":
+        path = bundle.path(entry.path)
+        model = ir.load(path)
+        for node in model.graph:
+            if node.op_type == "MatMulNBits":
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
+        # Weights stay in their file, which a graph given as bytes finds through this setting.
+        folder = ("session.model_external_initializers_file_folder_path", str(path.parent.resolve()))
+        graph = ir.to_proto(model).SerializeToString()
+        return OrtModel(open_session(graph, session_config=(folder,)), entry)
+    return OrtModel.open(bundle, which)
+
+
+def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
+    """transformers' model in float32 with the weights of an exported graph.
+
+    Raises:
+        BundleError: no configuration, or weights that do not fit it.
+    """
+    folder = Path(entry.path).parent.as_posix()
+    config = AutoConfig.from_pretrained(bundle.path(f"{folder}/config.json"))
+    config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
+    weights = stored_weights(bundle.path(entry.path))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        model = model_class.from_pretrained(
+            None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="eager"
+        )
+    except RuntimeError as error:
+        raise BundleError(f"{bundle.root}: the weights do not fit {folder}/config.json: {error}") from error
+    if missing := sorted(set(dict(model.named_parameters())) - set(weights)):
+        raise BundleError(f"{bundle.root}: the graph lacks weights of {folder}/config.json, such as {missing[0]!r}.")
+    return model.eval()
+
+
+def stored_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of an exported graph by the checkpoint's names, in float32."""
+    model = ir.load(path)
+    arrays = {
+        name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
+    }
+    weights: dict[str, torch.Tensor] = {}
+    for node in model.graph:
+        if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
+            continue
+        name = next(str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")).removesuffix(".q")
+        packed = arrays[f"{name}.q"].numpy()
+        rows, bits, block = len(packed), node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()
+        scales = arrays[f"{name}.scales"].numpy().astype(np.float32).reshape(rows, -1)
+        zeros = arrays.get(f"{name}.zero_points")
+        blocks = scales.shape[1]
+        columns = node.attributes["K"].as_int() if "K" in node.attributes else blocks * block
+        weights[name] = torch.from_numpy(
+            dequantize(
+                Blockwise(
+                    packed.reshape(rows, blocks, -1),
+                    scales,
+                    None if zeros is None else zeros.numpy().reshape(rows, -1),
+                    columns,
+                    bits,
+                    block,
+                )
+            )
+        )
+    for name, tensor in arrays.items():
+        if name.startswith("rotary.") or "." not in name or name.endswith((".q", ".scales", ".zero_points")):
+            continue
+        array = np.array(tensor.numpy(), np.float32)
+        weights[name.removesuffix(".T")] = torch.from_numpy(array.T if name.endswith(".T") else array)
+    return weights
+
+
+def _onnx_logits(model: CausalLM, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+    """Logits of prefill, single steps, a verification, and a block after its rollback."""
+    cache = model.new_cache(min(model.max_length, 256))
+    logits = {"prefill": model.forward(ids[:PREFILL], cache, PREFILL).copy()}
+    at = PREFILL
+    singles = [model.forward([ids[at + i]], cache, 1).copy() for i in range(SINGLE)]
+    logits["single steps"] = np.concatenate(singles)
+    at += SINGLE
+    logits["verification"] = model.forward(ids[at : at + VERIFY], cache, VERIFY).copy()
+    cache.rollback(at + 1)  # only the first token of the block stands, and the text goes on otherwise
+    logits["after rollback"] = model.forward(_other(ids, at), cache, VERIFY).copy()
+    return logits
+
+
+def _other(ids: Sequence[int], at: int) -> list[int]:
+    """Tokens that differ from those that stood behind position `at`."""
+    return list(reversed(ids[at + 1 : at + 1 + VERIFY]))
+
+
+@torch.no_grad()
+def _torch_logits(model: torch.nn.Module, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+    """The same rows, each from a forward without any cache."""
+    end = PREFILL + SINGLE
+    text = list(ids[: end + VERIFY])
+    rows = model(torch.tensor([text]), use_cache=False).logits[0].numpy()
+    other = [*text[: end + 1], *_other(ids, end)]
+    after = model(torch.tensor([other]), use_cache=False).logits[0, -VERIFY:].numpy()
+    return {
+        "prefill": rows[:PREFILL],
+        "single steps": rows[PREFILL:end],
+        "verification": rows[end:],
+        "after rollback": after,
+    }
+
+
+def _log_softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    x = x - x.max(-1, keepdims=True)
+    result: NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return result

@@ -1,0 +1,74 @@
+"""Real checkpoints and bundles, made once and kept in `.cache/` (ignored by git) for the next run."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.bundle import Bundle
+from paceline.errors import PacelineError
+
+CACHE = Path(__file__).parent.parent / ".cache"
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Keep parallel test runs from making the same thing twice."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make_bundle(name: str, target: str, draft: str | None, **options: object) -> Path:
+    """Export a bundle into the cache unless a healthy one, written by this very code, is there."""
+    from paceline_export.export import export_bundle
+    from paceline_export.source import resolve
+
+    path = CACHE / "bundles" / f"{name}-{_code_hash()}"
+    with locked(name):
+        try:
+            Bundle.open(path)
+        except PacelineError:
+            shutil.rmtree(path, ignore_errors=True)
+            sources = [resolve(source, cache_dir=CACHE) if source else None for source in (target, draft)]
+            export_bundle(sources[0], sources[1], path, **options)  # type: ignore[arg-type]
+    return path
+
+
+def _code_hash() -> str:
+    """A short hash of the code that writes bundles."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted([*(root / "export").rglob("*.py"), root / "runtime" / "paceline" / "bundle.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@pytest.fixture(scope="session")
+def smol_bundle() -> Path:
+    """SmolLM2-135M in fp32, with itself in int4 as the draft."""
+    return make_bundle("smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4")
+
+
+@pytest.fixture(scope="session")
+def qwen_bundle() -> Path:
+    """The Qwen2.5-Coder pair in int4: minutes the first time, for tests marked `model`."""
+    return make_bundle("qwen2.5-coder-int4", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", precision="int4")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """Copy a bundle to where a test may damage it. Files are links: replace them, never write into them."""
+
+    def copy(bundle: Path) -> Path:
+        return Path(shutil.copytree(bundle, tmp_path / "bundle", copy_function=os.link))
+
+    return copy
