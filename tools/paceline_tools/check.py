@@ -11,7 +11,6 @@ import click
 
 from paceline import Bundle
 
-from .progress import stages
 from .tables import percent, table
 
 if TYPE_CHECKING:
@@ -33,16 +32,16 @@ def command(context: click.Context, folder: Path, as_json: bool) -> None:
 
     from paceline_export.parity import check_bundle
 
-    with stages() as on_progress:
-        report = check_bundle(bundle, on_progress=on_progress)
+    report = check_bundle(bundle, on_progress=lambda stage: click.echo(stage, err=True))
     if as_json:
-        click.echo(json.dumps({"passed": report.passed, **asdict(report)}, default=str, indent=1))
+        models = [{**asdict(model), "passed": model.passed, "reason": model.reason} for model in report.models]
+        click.echo(json.dumps({"passed": report.passed, "models": models}, indent=1))
     else:
         click.echo("\n\n".join(_text(model) for model in report.models))
     if not report.passed:
         for model in report.models:
             if model.reason:
-                click.echo(f"Error: {model.which}: {model.reason}", err=True)
+                click.echo(f"Error: {model.reason}.", err=True)
         context.exit(1)
 
 
@@ -61,6 +60,7 @@ def _text(model: ModelParity) -> str:
     ]
     header = ("phase", "rows", "max logit diff", "KL", "same argmax", "near ties", "disagreements")
     return (
-        f"{model.which}, {model.precision}: {'passed' if model.passed else 'FAILED'} (tolerance: logits "
-        f"{model.tolerance_logit:g}, KL {model.tolerance_kl:g})\n{table(header, rows)}"
+        f"{model.which}, weights {model.precision}, arithmetic {model.arithmetic}: "
+        f"{'passed' if model.passed else 'FAILED'} (tolerance: logits {model.tolerance_logit:g}, "
+        f"KL {model.tolerance_kl:g})\n{table(header, rows)}"
     )
