@@ -54,7 +54,14 @@ PROMPTS = (
     show_default=True,
     help="Tokens to draft per round.",
 )
-@click.option("--max-new-tokens", metavar="N", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Most tokens to write for each prompt.",
+)
 @click.option(
     "--repeats",
     metavar="N",

@@ -41,7 +41,7 @@ __all__ = ["command", "stats_text"]
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the most probable tokens; 0 keeps all.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability; 1 keeps all.")
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
-@click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True)
+@click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
 @click.option("--stop-token-id", metavar="ID", type=int, multiple=True, help="An id that ends it. May be repeated.")
 @click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
