@@ -118,7 +118,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise click.UsageError("--prompt and --prompt-file exclude each other; give one of them.")
     if prompt is not None:
         return prompt
-    if prompt_file is None and sys.stdin.isatty():
+    if prompt_file is None and _is_terminal():
         raise click.UsageError("There is no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it into stdin.")
     if prompt_file is None or str(prompt_file) == "-":
         where, data = "stdin", sys.stdin.buffer.read()
@@ -131,6 +131,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
             f"The prompt from {where} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}. Convert it first, "
             "for instance with iconv -t UTF-8."
         ) from error
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _check_text(option: str, text: str) -> None:
