@@ -95,7 +95,7 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, args: list[str], message: str)
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__])
+@pytest.mark.parametrize("name", errors.__all__)
 def test_an_error_of_paceline_becomes_a_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     error: type[errors.PacelineError] = getattr(errors, name)
 

@@ -16,10 +16,10 @@ from paceline.generation import Generation
 
 from .conftest import CONTEXT, Invoke, environment, run_paceline, write_table_bundle
 
-STATS = (
-    "prompt_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency prefill_s decode_s "
-    "ms_per_token target_s draft_s overhead_s"
-).split()
+STATS = [
+    *("prompt_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "block_efficiency"),
+    *("prefill_s", "decode_s", "ms_per_token", "target_s", "draft_s", "overhead_s"),
+]
 
 
 def document(invoke: Invoke, *args: object, **options: Any) -> dict[str, Any]:
@@ -214,9 +214,9 @@ def test_a_real_pair_in_a_process_of_its_own(smol_bundle: Path) -> None:
 
 def start(bundle: Path) -> subprocess.Popen[bytes]:
     """A process that has begun to write a long text."""
+    args = ["generate", str(bundle), "--prompt", "Once", "--max-new-tokens", "1000", "--stats"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline_tools", "generate", str(bundle), "--prompt", "Once"]
-        + ["--max-new-tokens", "1000", "--stats"],
+        [sys.executable, "-m", "paceline_tools", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
