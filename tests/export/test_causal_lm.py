@@ -1,0 +1,93 @@
+"""Tracing: what each architecture's graph looks like, and which architectures are refused."""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Any
+
+import pytest
+import transformers
+from tiny import sizes
+
+from paceline.errors import CheckpointError
+from paceline_export.causal_lm import trace
+from paceline_export.passes.norms import fuse_norms
+from paceline_export.passes.reshapes import drop_reshape_pairs
+
+
+def ops(model: Any) -> collections.Counter[str]:
+    return collections.Counter(node.op_type for node in model.graph)
+
+
+def test_inputs_and_outputs_are_those_of_the_contract() -> None:
+    graph = trace(transformers.Qwen2Config(**sizes()), max_length=64).model.graph
+    inputs = {value.name: [str(size) for size in value.shape] for value in graph.inputs}
+    past = ["batch", "2", "max_length", "16"]
+    assert inputs == {
+        "input_ids": ["batch", "rows"],
+        "seqlens_k": ["batch"],
+        "total_sequence_length": [],
+        "logits_indices": ["num_logits"],
+        **{f"past_key_values.{i}.{part}": past for i in (0, 1) for part in ("key", "value")},
+    }
+    outputs = {value.name: [str(size) for size in value.shape] for value in graph.outputs}
+    assert outputs == {
+        "logits": ["batch", "num_logits", "272"],
+        **{f"present.{i}.{part}": past for i in (0, 1) for part in ("key", "value")},
+    }
+
+
+def test_norms_are_fused_and_reshapes_cancel() -> None:
+    model = trace(transformers.LlamaConfig(**sizes()), max_length=64).model
+    assert fuse_norms(model) == 5  # two a layer and the last
+    assert drop_reshape_pairs(model) == 8  # query, key, value and output of both layers
+    found = ops(model)
+    assert found["SkipSimplifiedLayerNormalization"] == 4
+    assert found["SimplifiedLayerNormalization"] == 1
+    assert found["GroupQueryAttention"] == 2
+    assert found["Reshape"] == found["Pow"] == found["ReduceMean"] == 0
+
+
+def test_the_lm_head_runs_for_the_wanted_rows_only() -> None:
+    graph = trace(transformers.LlamaConfig(**sizes()), max_length=64).model.graph
+    head = graph.outputs[0].producer()
+    assert head.op_type == "MatMul"
+    assert str(head.inputs[0].shape[1]) == "num_logits"
+
+
+def test_weights_have_the_names_of_the_checkpoint_and_no_values() -> None:
+    traced = trace(transformers.LlamaConfig(**sizes()), max_length=64)
+    names = set(traced.model.graph.initializers)
+    assert {"model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight", "rotary.cos"} <= names
+    assert traced.model.graph.initializers["lm_head.weight"].const_value is None
+    assert traced.embedding == "model.embed_tokens.weight"
+
+
+def test_a_sliding_window_reaches_the_operator() -> None:
+    config = transformers.MistralConfig(**sizes(sliding_window=8))
+    nodes = [n for n in trace(config, max_length=64).model.graph if n.op_type == "GroupQueryAttention"]
+    assert [node.attributes["local_window_size"].as_int() for node in nodes] == [8, 8]
+
+
+REFUSED = [
+    (transformers.GPT2Config(vocab_size=272, n_embd=64, n_layer=2, n_head=4), "rotary embedding"),
+    (transformers.StableLmConfig(**sizes(partial_rotary_factor=0.25)), "partial rotation is not supported"),
+    (
+        transformers.LlamaConfig(
+            **sizes(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+        ),
+        "rotation 'dynamic'",
+    ),
+    (transformers.MambaConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2), "not supported|cannot build"),
+    (transformers.BertConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4), "."),
+    (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda value: getattr(value, "model_type", None))
+def test_what_cannot_be_expressed_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match=reason):
+        trace(config, max_length=64)
+    assert time.perf_counter() - started < 30  # before any heavy work
