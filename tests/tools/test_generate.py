@@ -1,0 +1,245 @@
+"""`paceline generate`: where the prompt comes from, what goes where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.generation import Generation
+
+from .conftest import CONTEXT, Invoke, environment, run_paceline, write_table_bundle
+
+STATS = [
+    *("prompt_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "block_efficiency"),
+    *("prefill_s", "decode_s", "ms_per_token", "target_s", "draft_s", "overhead_s"),
+]
+
+
+def document(invoke: Invoke, *args: object, **options: Any) -> dict[str, Any]:
+    result = invoke("generate", *args, "--json", **options)
+    assert result.exit_code == 0, result.output
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    return parsed
+
+
+def test_the_text_alone_goes_to_stdout(invoke: Invoke, table_bundle: Path) -> None:
+    result = invoke("generate", table_bundle, "--prompt", "hi", "--max-new-tokens", 20, "--stats")
+    assert result.exit_code == 0
+    expected = paceline.load(table_bundle).generate("hi", max_new_tokens=20)
+    list(expected)
+    assert result.stdout == expected.text + "\n"
+    assert "20 tokens" in result.stderr
+    assert "acceptance rate" in result.stderr
+    assert "seed" not in result.stderr
+
+
+def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -> None:
+    args = ("--prompt", "hi", "--max-new-tokens", 20, "--draft-tokens", 2, "--stop-token-id", 7, "--threads", 2)
+    found = document(invoke, table_bundle, *args)
+    assert list(found) == ["text", "token_ids", "finish_reason", "stats", "settings"]
+    assert list(found["stats"]) == STATS
+    assert len(found["token_ids"]) == found["stats"]["new_tokens"] == len(found["text"]) == 20
+    assert found["stats"]["prompt_tokens"] == 2
+    assert found["finish_reason"] == "length"
+    assert found["settings"] == {
+        "bundle": str(table_bundle),
+        "chat": False,
+        "num_draft_tokens": 2,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": None,
+        "max_new_tokens": 20,
+        "stop": [],
+        "stop_token_ids": [7],
+        "threads": 2,
+    }
+
+
+@pytest.mark.parametrize(("draft", "expected"), [(True, 3), (False, 0)])
+def test_the_default_draft_is_told(
+    invoke: Invoke, table_bundle: Path, tmp_path: Path, draft: bool, expected: int
+) -> None:
+    bundle = write_table_bundle(tmp_path / "other", draft=draft)
+    found = document(invoke, bundle, "--prompt", "a", "--max-new-tokens", 9)
+    assert found["settings"]["num_draft_tokens"] == expected
+    assert (found["stats"]["proposed"] > 0) == draft
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_greedy_speculative_is_greedy_plain(invoke: Invoke, table_bundle: Path, k: int) -> None:
+    plain, speculative = (
+        document(invoke, table_bundle, "--prompt", "The", "--max-new-tokens", 40, "--draft-tokens", n) for n in (0, k)
+    )
+    assert plain["stats"]["proposed"] == 0 < speculative["stats"]["proposed"]
+    assert plain["token_ids"] == speculative["token_ids"]
+
+
+def test_a_sampled_text_can_be_repeated_with_the_seed_that_is_told(invoke: Invoke, table_bundle: Path) -> None:
+    args = (table_bundle, "--prompt", "a", "--temperature", 1, "--top-k", 20, "--top-p", 0.9, "--max-new-tokens", 30)
+    first, second = document(invoke, *args), document(invoke, *args)
+    assert first["text"] != second["text"]
+    seed = first["settings"]["seed"]
+    assert document(invoke, *args, "--seed", seed)["text"] == first["text"]
+    assert f"seed      {seed}" in invoke("generate", *args, "--seed", seed, "--stats").stderr
+
+
+@pytest.mark.parametrize("source", ["option", "file", "dash", "pipe"])
+def test_every_way_to_give_a_prompt(invoke: Invoke, table_bundle: Path, tmp_path: Path, source: str) -> None:
+    text = "héllo\n\n"
+    (tmp_path / "prompt.txt").write_text(text + "\n", encoding="utf-8")
+    args: list[object] = {
+        "option": ["--prompt", text],
+        "file": ["--prompt-file", tmp_path / "prompt.txt"],
+        "dash": ["--prompt-file", "-"],
+        "pipe": [],
+    }[source]  # type: ignore[assignment]
+    piped = (text + "\n").encode() if source in ("dash", "pipe") else b"not this"
+    found = document(invoke, table_bundle, *args, "--max-new-tokens", 4, input=piped)
+    assert found["stats"]["prompt_tokens"] == len(text.encode())
+
+
+def test_a_chat_goes_through_the_template(invoke: Invoke, table_bundle: Path) -> None:
+    found = document(invoke, table_bundle, "--chat", "--prompt", "q", "--system", "s", "--max-new-tokens", 4)
+    assert found["stats"]["prompt_tokens"] == len("<system>s<user>q")
+
+
+def test_a_stop_string_cuts_the_text(invoke: Invoke, table_bundle: Path) -> None:
+    text = document(invoke, table_bundle, "--prompt", "a", "--max-new-tokens", 20)["text"]
+    stop = text[8:10]
+    found = document(invoke, table_bundle, "--prompt", "a", "--max-new-tokens", 20, "--stop", "?!", "--stop", stop)
+    assert found["text"] == text[: text.index(stop)]
+    assert found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", ""], "The prompt is empty"),
+        (["--prompt", "", "--chat"], "The prompt is empty"),
+        (["--prompt", "a" * CONTEXT], f"has {CONTEXT} tokens, but the target model's context holds {CONTEXT}"),
+        (["--prompt", "a", "--draft-tokens", "-1"], "num_draft_tokens must be an integer of at least 0"),
+        (["--prompt", "a", "--draft-tokens", str(CONTEXT)], f"use at most {CONTEXT - 1}"),
+        (["--prompt", "a", "--draft-tokens", "x"], "not a valid integer"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be"),
+        (["--prompt", "a", "--top-k", "-1"], "top_k must be"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be"),
+        (["--prompt", "a", "--stop", ""], "stop must be"),
+        (["--prompt", "a", "--stop-token-id", "999"], "stop_token_ids holds id 999"),
+        (["--prompt", "a", "--prompt-file", __file__], "exclude each other"),
+        (["--prompt-file", "nowhere.txt"], "does not exist"),
+        (["--prompt", "a", "--system", "s"], "--system is a message of a chat"),
+        (["--prompt", "a\udcff"], "--prompt is not valid UTF-8 at character 1"),
+        (["--prompt", "a", "--stop", "\udcff"], "--stop is not valid UTF-8"),
+    ],
+)
+def test_bad_input_exits_with_2_and_writes_no_text(
+    invoke: Invoke, table_bundle: Path, args: list[str], message: str
+) -> None:
+    result = invoke("generate", table_bundle, *args)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_bytes_that_are_not_utf8_are_refused(
+    invoke: Invoke, table_bundle: Path, tmp_path: Path, from_file: bool
+) -> None:
+    data = "ä".encode() + b"\xff"
+    (tmp_path / "prompt").write_bytes(data)
+    args = ["--prompt-file", tmp_path / "prompt"] if from_file else []
+    result = invoke("generate", table_bundle, *args, input=data)
+    assert result.exit_code == 2
+    assert "is not UTF-8: byte 2 is 0xff" in result.stderr
+
+
+def test_a_terminal_is_not_waited_for(invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline_tools.generate._is_terminal", lambda: True)
+    result = invoke("generate", table_bundle)
+    assert result.exit_code == 2
+    assert "There is no prompt" in result.stderr
+
+
+def test_no_draft_model_and_no_template_are_refused(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:
+    bundle = write_table_bundle(tmp_path / "other", draft=False, template=None)
+    for args, message in ((["--draft-tokens", 2], "nothing to draft with"), (["--chat"], "no chat template")):
+        result = invoke("generate", bundle, "--prompt", "a", *args)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_keeps_what_was_written(
+    invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    step_of = Generation.__next__
+
+    def interrupted(self: Generation) -> Any:
+        if len(self.token_ids) >= 5:
+            raise KeyboardInterrupt
+        return step_of(self)
+
+    monkeypatch.setattr(Generation, "__next__", interrupted)
+    result = invoke("generate", table_bundle, "--prompt", "a", "--stats", *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    assert "ended by an interruption" in result.stderr
+    if as_json:
+        assert json.loads(result.stdout)["finish_reason"] is None
+    else:
+        assert len(result.stdout.rstrip("\n")) >= 5
+        assert result.stdout.endswith("\n")
+
+
+def test_a_real_pair_in_a_process_of_its_own(smol_bundle: Path) -> None:
+    args = ["generate", smol_bundle, "--prompt", "The capital of France is", "--max-new-tokens", 12]
+    streamed = run_paceline(*args, "--stats")
+    assert streamed.returncode == 0, streamed.stderr
+    assert "Paris" in streamed.stdout
+    assert "acceptance rate" in streamed.stderr
+    found = json.loads(run_paceline(*args, "--json").stdout)
+    assert found["text"] + "\n" == streamed.stdout
+    assert found["stats"]["accepted"] > 0
+
+
+def start(bundle: Path) -> subprocess.Popen[bytes]:
+    """A process that has begun to write a long text."""
+    args = ["generate", str(bundle), "--prompt", "Once", "--max-new-tokens", "1000", "--stats"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline_tools", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # it streams: the text comes long before its end
+    return process
+
+
+def test_ctrl_c_in_a_process(smol_bundle: Path) -> None:
+    with start(smol_bundle) as process:
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stdout.endswith(b"\n")
+    assert b"ended by an interruption" in stderr
+    assert b"Traceback" not in stderr
+
+
+def test_a_reader_that_goes_ends_it_quietly(smol_bundle: Path) -> None:
+    with start(smol_bundle) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1

@@ -1,0 +1,99 @@
+"""`paceline info`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.bundle import MANIFEST_NAME
+
+from .conftest import Invoke, run_paceline, write_table_bundle
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return write_table_bundle(tmp_path / "tables")
+
+
+def test_it_shows_models_tokenizer_and_files(invoke: Invoke, bundle: Path) -> None:
+    result = invoke("info", bundle)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    for line in (
+        "target draft",
+        "precision int4, block 32 int4, block 32",
+        "layers 2 2",
+        "KV heads × size 1 × 8 1 × 8",
+        "context 64 tokens 64 tokens",
+        "logits width 257 257",
+        "KV cache per token 128 B (float32) 128 B (float32)",
+        "KV cache, full context 8.19 kB 8.19 kB",
+        "on disk 6 B 5 B",
+        "source folder tiny-target folder tiny-draft",
+        "tokenizer: 257 ids, BOS None, end 256, chat template: yes",
+        "target/model.onnx 6 B",
+    ):
+        assert line in lines
+
+
+def test_a_single_model_has_one_column(invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("info", write_table_bundle(tmp_path / "single", draft=False, template=None))
+    assert "draft" not in result.stdout
+    assert "chat template: no" in result.stdout
+
+
+def test_json_is_the_manifest_and_what_follows_from_it(invoke: Invoke, bundle: Path) -> None:
+    found = json.loads(invoke("info", bundle, "--json").stdout)
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    assert {key: found[key] for key in manifest} == manifest
+    assert found["verified"] is False
+    assert found["computed"]["bytes"] == sum(entry["size"] for entry in manifest["files"].values())
+    assert found["computed"]["models"]["draft"] == {
+        "bytes": 5,
+        "kv_bytes_per_token": 128,
+        "kv_bytes_full_context": 8192,
+    }
+
+
+def test_verify_finds_an_altered_file_of_the_right_size(invoke: Invoke, bundle: Path) -> None:
+    result = invoke("info", bundle, "--verify")
+    assert result.exit_code == 0
+    assert "Every file has the size and the SHA-256" in result.stdout
+    assert "hash files" in result.stderr
+    assert json.loads(invoke("info", bundle, "--verify", "--json").stdout)["verified"] is True
+    (bundle / "draft" / "model.onnx").write_bytes(b"drafx")
+    assert invoke("info", bundle).exit_code == 0
+    result = invoke("info", bundle, "--verify")
+    assert result.exit_code == 1
+    assert "'draft/model.onnx' has SHA-256" in result.stderr
+    assert result.stdout == ""
+
+
+def test_what_is_no_bundle_is_refused_with_the_reason(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:
+    def message(folder: Path) -> str:
+        result = invoke("info", folder)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        return result.stderr
+
+    assert "the folder does not exist" in message(tmp_path / "none")
+    assert "has no paceline.json" in message(tmp_path)
+    manifest = (bundle / MANIFEST_NAME).read_text()
+    (bundle / MANIFEST_NAME).write_text(manifest.replace('"format_version": 1', '"format_version": 99'))
+    assert "upgrade paceline" in message(bundle)
+    (bundle / MANIFEST_NAME).write_text(manifest.replace("target/model.onnx", "../model.onnx"))
+    assert "Unsafe file name '../model.onnx'" in message(bundle)
+    (bundle / MANIFEST_NAME).write_text(manifest)
+    (bundle / "target" / "model.onnx").write_bytes(b"targ")
+    assert "has 4 bytes where 6 are expected" in message(bundle)
+    (bundle / "target" / "model.onnx").unlink()
+    assert "is missing" in message(bundle)
+
+
+def test_a_real_bundle_is_healthy(smol_bundle: Path) -> None:
+    done = run_paceline("info", smol_bundle, "--verify")
+    assert done.returncode == 0, done.stderr
+    assert "llama" in done.stdout
+    assert "fp32" in done.stdout

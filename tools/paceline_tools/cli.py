@@ -1,0 +1,123 @@
+"""The `paceline` command: a group whose commands are imported when they run or their help is asked for.
+
+Exit codes: 0 done; 1 failed; 2 a usage error, click's or `paceline.errors.InvalidInputError`; 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import click
+from click.exceptions import Exit
+
+__all__ = ["COMMANDS", "cli"]
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command: its line in the group's help, and the extras of the package that it needs."""
+
+    help: str
+    extras: str
+
+
+# A command lives in the module of its name, as `command`.
+COMMANDS: Mapping[str, Row] = MappingProxyType(
+    {
+        "fetch": Row("Fetch the checkpoint of a recipe or a hub id.", "export,tools"),
+        "export": Row("Export a target model, and a draft model, to a bundle.", "cpu,export,tools"),
+        "check": Row("Compare a bundle with the checkpoints it was made from.", "cpu,export,tools"),
+        "generate": Row("Generate text with a bundle.", "cpu,tools"),
+        "info": Row("Show what is in a bundle.", "tools"),
+        "demo": Row("Answer three prompts and measure speculative against plain decoding.", "cpu,tools"),
+    }
+)
+
+
+class UsageFailure(click.ClickException):
+    """An argument that the library refused."""
+
+    exit_code = 2
+
+
+class PacelineGroup(click.Group):
+    """Imports a command's module only when that command is meant, and turns errors into a sentence and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands, in the order in which one comes to need them."""
+        return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` mean, imported. Until then a stand-in knows its name and its line of help."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            ctx.invoked_subcommand = name
+            command = importlib.import_module(f".{name}", __package__).command
+        return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that `ctx` means."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, Exit, OSError):
+            raise  # click prints these; OSError for a reader of our output that has gone
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the terminal shows ^C at the line's end
+            raise Exit(INTERRUPTED) from None
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            row = COMMANDS.get(ctx.invoked_subcommand or "")
+            if row is None or not package or package.startswith("paceline"):
+                raise
+            raise click.ClickException(
+                f"`paceline {ctx.invoked_subcommand}` needs the package {package!r}, which is not installed: "
+                f"pip install 'paceline[{row.extras}]'"
+            ) from error
+        except Exception as error:
+            # Imported only now: `paceline --help` shall not wait for numpy.
+            from paceline.errors import InvalidInputError, PacelineError
+
+            if not isinstance(error, PacelineError):
+                raise
+            failure = UsageFailure if isinstance(error, InvalidInputError) else click.ClickException
+            raise failure(str(error)) from error
+
+
+def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from paceline import __version__
+
+        click.echo(f"paceline {__version__}")
+        ctx.exit()
+
+
+@click.group(
+    cls=PacelineGroup,
+    commands=[click.Command(name, short_help=row.help) for name, row in COMMANDS.items()],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
+def cli() -> None:
+    """Export draft and target models to ONNX, and generate with speculative sampling.
+
+    A bundle is the folder that `paceline export` writes. `paceline COMMAND --help` explains a command.
+    """
+    # Warnings of paceline are for whoever runs it; those of torch and its exporter are for its developers.
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    for name, level in (
+        ("paceline", logging.WARNING),
+        ("paceline_export", logging.WARNING),
+        ("torch.onnx", logging.ERROR),
+    ):
+        logging.getLogger(name).setLevel(level)

@@ -1,0 +1,175 @@
+"""`paceline demo`: answers to three prompts, then speculative against plain decoding in figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+import paceline
+from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
+from paceline.errors import InvalidInputError
+from paceline.tokenizer import Tokenizer
+
+from .measure import Comparison, compare, machine
+from .progress import stages
+from .tables import number, percent, table
+
+__all__ = ["PROMPTS", "command"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the demo, and its name in the table."""
+
+    name: str
+    text: str
+
+
+PROMPTS = (
+    Prompt(
+        "write a function",
+        "Write a Python function that merges two sorted lists into one sorted list, with type hints and a docstring.",
+    ),
+    Prompt("explain a concept", "Explain how a hash map handles collisions, in two paragraphs."),
+    Prompt(
+        "fix a bug",
+        "Fix the bug in this code:\n\n"
+        "def mean(xs):\n    s = 0\n    for x in xs:\n        s += x\n    return s / len(x)\n",
+    ),
+)
+
+
+@click.command("demo")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--draft-tokens",
+    metavar="K",
+    type=click.IntRange(min=1),
+    default=DEFAULT_NUM_DRAFT_TOKENS,
+    show_default=True,
+    help="Tokens to draft per round.",
+)
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Most tokens to write for each prompt.",
+)
+@click.option(
+    "--repeats",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
+)
+@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the figures, too.",
+)
+def command(
+    folder: Path, draft_tokens: int, max_new_tokens: int, repeats: int, threads: int | None, json_file: Path | None
+) -> None:
+    """Answer three prompts with the bundle DIR, then measure.
+
+    The answers are greedy and speculative. Then every prompt runs plain and speculative in turn, and a table compares
+    the two. Both should write the same text; where they do not, the place is shown.
+    """
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise click.UsageError(f"--json: there is no folder {json_file.absolute().parent}; make it first.")
+    decoder = paceline.load(folder, threads=threads)
+    if decoder.draft is None or decoder.tokenizer is None:
+        raise InvalidInputError(f"{folder} has no draft model, and the demo compares with one: export with --draft.")
+    prompts = []
+    for prompt in PROMPTS:
+        token_ids = decoder.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
+        prompts.append((prompt, token_ids))
+        sys.stdout.write(f"── {prompt.name} ──\n{prompt.text.rstrip()}\n\n")
+        with decoder.generate(token_ids, num_draft_tokens=draft_tokens, max_new_tokens=max_new_tokens) as generation:
+            for step in generation:
+                sys.stdout.write(step.text)
+                sys.stdout.flush()
+        sys.stdout.write(" …\n\n" if generation.finish_reason == "length" else "\n\n")
+        sys.stdout.flush()
+
+    results: list[tuple[Prompt, Comparison]] = []
+    with stages() as on_progress:
+        for index, (prompt, token_ids) in enumerate(prompts):
+            done = 0
+
+            def on_run(index: int = index, prompt: Prompt = prompt) -> None:
+                nonlocal done
+                done += 1
+                on_progress(f"measure: {prompt.name}", (index + done / (2 * repeats)) / len(prompts))
+
+            on_progress(f"measure: {prompt.name}", index / len(prompts))
+            comparison = compare(
+                decoder,
+                token_ids,
+                num_draft_tokens=draft_tokens,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                on_run=on_run,
+            )
+            results.append((prompt, comparison))
+
+    click.echo(_text(results, decoder.tokenizer, draft_tokens, max_new_tokens, repeats))
+    if json_file is not None:
+        document = {
+            "command": ["paceline", *sys.argv[1:]],
+            "machine": machine(),
+            "prompts": {prompt.name: comparison.as_dict() for prompt, comparison in results},
+        }
+        partial = json_file.with_name(f"{json_file.name}.partial-{os.getpid()}")
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        partial.replace(json_file)
+
+
+def _text(
+    results: list[tuple[Prompt, Comparison]], tokenizer: Tokenizer, k: int, max_new_tokens: int, repeats: int
+) -> str:
+    header = ("tokens/s", "plain", f"K = {k}", "speedup", "acceptance", "block efficiency", "overhead", "same text")
+    rows = [
+        (
+            prompt.name,
+            number(comparison.plain_tokens_per_second, 1),
+            number(comparison.speculative_tokens_per_second, 1),
+            number(comparison.speedup, 2, "×"),
+            percent(comparison.acceptance_rate),
+            number(comparison.block_efficiency),
+            percent(comparison.overhead_share),
+            "yes" if comparison.divergence is None else f"to token {comparison.divergence.index}",
+        )
+        for prompt, comparison in results
+    ]
+    lines = [table(header, rows), ""]
+    lines.append(
+        f"Greedy, {max_new_tokens} new tokens at most, median of {repeats} interleaved runs each, warm-up apart. "
+        "Acceptance: drafted tokens that stood. Block efficiency: tokens per target pass. Overhead: the share of "
+        "decoding time outside both models' runs."
+    )
+    parted = [(prompt, comparison.divergence) for prompt, comparison in results if comparison.divergence]
+    lines.append(
+        f"Plain and speculative texts are identical for {len(results) - len(parted)} of {len(results)} prompts."
+    )
+    for prompt, divergence in parted:
+        tokens = (divergence.plain_token, divergence.speculative_token)
+        plain, speculative = (repr(tokenizer.decode([t])) if t is not None else "the end" for t in tokens)
+        what = "the target's two best" if divergence.between_the_best else "NOT the target's two best"
+        lines.append(
+            f"  {prompt.name}: at new token {divergence.index} plain has {plain}, speculative {speculative}, "
+            f"{what}; the two best logits are {divergence.gap:.2g} apart"
+        )
+    if parted:
+        lines.append("  Quantised kernels round differently with the number of rows, which can tip a near-tie.")
+    return "\n".join(lines)

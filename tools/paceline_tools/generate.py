@@ -1,0 +1,203 @@
+"""`paceline generate`: text from a bundle. The text goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+import paceline
+from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
+from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
+
+from .tables import duration, number, percent
+
+__all__ = ["command", "stats_text"]
+
+
+@click.command("generate")
+@click.argument("bundle", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", metavar="TEXT", help="The prompt.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    help="Read the prompt from a file in UTF-8; - is stdin. One newline at its end is dropped.",
+)
+@click.option("--chat", is_flag=True, help="The prompt is a user's message: apply the bundle's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system's message.")
+@click.option(
+    "--draft-tokens",
+    metavar="K",
+    type=int,
+    help=f"Tokens to draft per round; 0 is plain decoding.  [default: {DEFAULT_NUM_DRAFT_TOKENS}, or 0 without a draft"
+    " model]",
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the most probable tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability; 1 keeps all.")
+@click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
+@click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
+@click.option("--stop-token-id", metavar="ID", type=int, multiple=True, help="An id that ends it. May be repeated.")
+@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
+@click.pass_context
+def command(
+    context: click.Context,
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    draft_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    stop_token_id: tuple[int, ...],
+    threads: int | None,
+    show_stats: bool,
+    as_json: bool,
+) -> None:
+    """Generate text with the bundle in DIR.
+
+    The prompt comes from --prompt, --prompt-file, or stdin. Ctrl-C ends the text with exit code 130.
+    """
+    if system is not None and not chat:
+        raise click.UsageError("--system is a message of a chat; give --chat too.")
+    text = _prompt(prompt, prompt_file)
+    for option, value in (("--prompt", text), ("--system", system or ""), *(("--stop", one) for one in stop)):
+        _check_text(option, value)
+    if chat and not text:
+        raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
+    if temperature > 0 and seed is None:
+        seed = secrets.randbits(32)  # drawn here, so that it can be told
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+    decoder = paceline.load(bundle, threads=threads)
+    if draft_tokens is None:
+        draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if decoder.draft else 0
+    generation = decoder.generate(
+        _chat_ids(decoder, text, system) if chat else text,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        num_draft_tokens=draft_tokens,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+    )
+    settings = {
+        "bundle": str(bundle),
+        "chat": chat,
+        "num_draft_tokens": draft_tokens,
+        **asdict(sampling),
+        "max_new_tokens": max_new_tokens,
+        "stop": list(stop),
+        "stop_token_ids": list(stop_token_id),
+        "threads": threads,
+    }
+    interrupted = _stream(generation, silent=as_json)
+    if as_json:
+        click.echo(json.dumps(_document(generation, settings), ensure_ascii=False))
+    if show_stats:
+        click.echo(stats_text(generation.stats, generation.finish_reason, seed), err=True)
+    if interrupted:
+        context.exit(130)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt's text from the one place that was named, or from a pipe."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("--prompt and --prompt-file exclude each other; give one of them.")
+    if prompt is not None:
+        return prompt
+    if prompt_file is None and _is_terminal():
+        raise click.UsageError("There is no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it into stdin.")
+    if prompt_file is None or str(prompt_file) == "-":
+        where, data = "stdin", sys.stdin.buffer.read()
+    else:
+        where, data = str(prompt_file), prompt_file.read_bytes()
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"The prompt from {where} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}. Convert it first, "
+            "for instance with iconv -t UTF-8."
+        ) from error
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _check_text(option: str, text: str) -> None:
+    """Refuse bytes of the command line that are no characters; Python carries them as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error
+
+
+def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> list[int]:
+    assert decoder.tokenizer is not None  # load() always gives one
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return decoder.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def _stream(generation: Generation, *, silent: bool) -> bool:
+    """Run the generation and print its text as it comes; returns whether Ctrl-C ended it."""
+    interrupted = False
+    try:
+        for step in generation:
+            if step.text and not silent:
+                sys.stdout.write(step.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        generation.close()
+    if not silent and (interrupted or not generation.text.endswith("\n")):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return interrupted
+
+
+def _document(generation: Generation, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "text": generation.text,
+        "token_ids": list(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "stats": generation.stats.as_dict(),
+        "settings": settings,
+    }
+
+
+def stats_text(stats: Stats, finish_reason: str | None, seed: int | None) -> str:
+    """Counters and timings of one generation, for people."""
+    rows = [
+        ("prompt", f"{stats.prompt_tokens} tokens in {duration(stats.prefill_s)}"),
+        (
+            "new text",
+            f"{stats.new_tokens} tokens in {duration(stats.decode_s)} ({number(stats.tokens_per_second, 1)} tokens/s, "
+            f"{number(stats.ms_per_token, 1)} ms/token), ended by {finish_reason or 'an interruption'}",
+        ),
+        ("rounds", f"{stats.rounds}, block efficiency {number(stats.block_efficiency)} tokens per target pass"),
+        (
+            "drafted",
+            f"{stats.proposed} tokens, {stats.accepted} accepted: acceptance rate {percent(stats.acceptance_rate)}",
+        ),
+        (
+            "time",
+            f"target {duration(stats.target_s)}, draft {duration(stats.draft_s)}, else {duration(stats.overhead_s)}",
+        ),
+    ]
+    if seed is not None:
+        rows.append(("seed", str(seed)))
+    return "\n".join(f"{name:<9} {text}" for name, text in rows)

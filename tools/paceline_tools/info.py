@@ -1,0 +1,116 @@
+"""`paceline info`: what is in a bundle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline import Bundle
+from paceline.bundle import ModelEntry
+
+from .progress import stages
+from .tables import size, table
+
+__all__ = ["command"]
+
+
+@click.command("info")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Hash every file, too; the size of each is checked always.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the manifest and the computed figures as one JSON document."
+)
+def command(folder: Path, verify: bool, as_json: bool) -> None:
+    """Show what is in the bundle DIR, after a check of its files."""
+    bundle = Bundle.open(folder)
+    if verify:
+        _verify(bundle)
+    if as_json:
+        document = {"bundle": str(folder), "verified": verify, "computed": _computed(bundle)}
+        click.echo(json.dumps({**asdict(bundle.manifest), **document}, ensure_ascii=False, indent=1))
+        return
+    click.echo(_text(bundle))
+    if verify:
+        click.echo("\nEvery file has the size and the SHA-256 of the manifest.")
+
+
+def _verify(bundle: Bundle) -> None:
+    whole = sum(entry.size for entry in bundle.manifest.files.values())
+    done = 0
+    with stages() as on_progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            on_progress("hash files", done / whole)
+
+        bundle.check_files(verify_hashes=True, on_bytes=on_bytes)
+
+
+def _models(bundle: Bundle) -> Iterator[tuple[str, ModelEntry]]:
+    yield "target", bundle.manifest.target
+    if bundle.manifest.draft is not None:
+        yield "draft", bundle.manifest.draft
+
+
+def _bytes_on_disk(bundle: Bundle, model: ModelEntry) -> int:
+    """Bytes of all files in the model's own folder."""
+    folder = model.path.rpartition("/")[0] + "/"
+    return sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(folder))
+
+
+def _computed(bundle: Bundle) -> dict[str, Any]:
+    """Figures that follow from the manifest."""
+    return {
+        "bytes": sum(entry.size for entry in bundle.manifest.files.values()),
+        "models": {
+            which: {
+                "bytes": _bytes_on_disk(bundle, model),
+                "kv_bytes_per_token": model.kv_bytes_per_position,
+                "kv_bytes_full_context": model.kv_bytes_per_position * model.max_length,
+            }
+            for which, model in _models(bundle)
+        },
+    }
+
+
+def _text(bundle: Bundle) -> str:
+    manifest = bundle.manifest
+    models = dict(_models(bundle))
+    figures: dict[str, Callable[[ModelEntry], str]] = {
+        "architecture": lambda model: model.architecture,
+        "graph flavour": lambda model: model.flavor,
+        "precision": lambda model: model.precision + (f", block {model.block_size}" if model.block_size else ""),
+        "layers": lambda model: str(model.num_layers),
+        "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
+        "context": lambda model: f"{model.max_length} tokens",
+        "logits width": lambda model: str(model.vocab_size),
+        "KV cache per token": lambda model: f"{size(model.kv_bytes_per_position)} ({model.kv_dtype})",
+        "KV cache, full context": lambda model: size(model.kv_bytes_per_position * model.max_length),
+        "on disk": lambda model: size(_bytes_on_disk(bundle, model)),
+        "source": lambda model: f"{model.source.kind} {model.source.name}",
+        "source's SHA-256": lambda model: f"{model.source.sha256[:12]}…",
+    }
+    rows = [(name, *(figure(model) for model in models.values())) for name, figure in figures.items()]
+    tokenizer = manifest.tokenizer
+    end_ids = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
+    files = [(name, size(entry.size)) for name, entry in sorted(manifest.files.items())]
+    whole = sum(entry.size for entry in manifest.files.values())
+    return "\n".join(
+        (
+            f"{bundle.root}: format {manifest.format_version}, written by paceline {manifest.paceline_version}, "
+            f"{size(whole)}",
+            "",
+            table(("", *models), rows),
+            "",
+            f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
+            f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
+            "",
+            table(("file", "size"), files),
+        )
+    )
