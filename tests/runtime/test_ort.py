@@ -1,0 +1,357 @@
+"""ONNX Runtime on a real checkpoint: caches in place, rollback, threads, and greedy speculative = greedy plain."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline import SamplingParams, SpeculativeDecoder
+from paceline.bundle import MANIFEST_NAME, Bundle, FileEntry, Manifest, file_sha256
+from paceline.errors import BundleError, InstallationError, InvalidInputError
+from paceline.ort import PREFILL_ROWS, OrtModel, import_onnxruntime
+from paceline.testing import ScriptedDrafter
+
+PROMPTS = (
+    "Write a Python function that merges two sorted lists into one sorted list, with type hints and a docstring.",
+    "Explain how a hash map handles collisions, in two paragraphs.",
+    "Fix the bug in this code:\n\ndef mean(xs):\n    s = 0\n    for x in xs:\n        s += x\n    return s / len(x)\n",
+)
+# Largest difference of a logit between two orders of the same float32 sums.
+TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def decoder(smol_bundle: Path) -> SpeculativeDecoder:
+    return paceline.load(smol_bundle)
+
+
+@pytest.fixture(scope="module")
+def model(decoder: SpeculativeDecoder) -> OrtModel:
+    assert isinstance(decoder.target, OrtModel)
+    return decoder.target
+
+
+@pytest.fixture(scope="module")
+def itself(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The target as its own draft."""
+    return SpeculativeDecoder(
+        decoder.target, decoder.target, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids
+    )
+
+
+def chat(decoder: SpeculativeDecoder, prompt: str) -> list[int]:
+    assert decoder.tokenizer is not None
+    return decoder.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def greedy(decoder: SpeculativeDecoder, prompt: list[int], k: int, **options: object) -> paceline.Generation:
+    generation = decoder.generate(prompt, max_new_tokens=48, num_draft_tokens=k, **options)  # type: ignore[arg-type]
+    list(generation)
+    return generation
+
+
+@pytest.mark.parametrize("prompt", range(3))
+def test_greedy_speculative_is_greedy_plain(
+    decoder: SpeculativeDecoder, itself: SpeculativeDecoder, prompt: int
+) -> None:  # cases 23, 24
+    ids = chat(decoder, PROMPTS[prompt])
+    plain = greedy(decoder, ids, 0)
+    for k in range(1, 7):
+        assert greedy(itself, ids, k).token_ids == plain.token_ids, f"own draft, K={k}"
+        assert greedy(decoder, ids, k).token_ids == plain.token_ids, f"int4 draft, K={k}"
+        text = [*ids, *plain.token_ids]
+        right = greedy(decoder, ids, k, drafter=ScriptedDrafter(text))
+        assert right.token_ids == plain.token_ids, f"always right, K={k}"
+        assert right.stats.acceptance_rate == 1
+        wrong = greedy(decoder, ids, k, drafter=ScriptedDrafter.always_wrong(text, vocab_size=decoder.vocab_size))
+        assert wrong.token_ids == plain.token_ids, f"always wrong, K={k}"
+        assert wrong.stats.accepted == 0
+        assert wrong.stats.block_efficiency == 1
+
+
+def test_a_prompt_of_a_single_id(itself: SpeculativeDecoder) -> None:  # case 7
+    plain = greedy(itself, [10], 0)
+    for k in (1, 2, 5):
+        assert greedy(itself, [10], k).token_ids == plain.token_ids
+
+
+def test_the_live_cache_gives_the_logits_of_a_fresh_prefill(model: OrtModel) -> None:  # case 29
+    rng = np.random.default_rng(0)
+    cache = model.new_cache(256)
+    tokens = rng.integers(0, model.vocab_size, 20).tolist()
+    model.forward(tokens, cache, 1)
+    for kept in (0, 3, 1, 5, 2, 4):
+        block = rng.integers(0, model.vocab_size, 5).tolist()
+        live = model.forward(block, cache, 5).copy()
+        fresh_cache = model.new_cache(256)
+        fresh = model.forward([*tokens, *block], fresh_cache, 5)
+        np.testing.assert_allclose(live, fresh, atol=TOLERANCE)
+        tokens += block[:kept]
+        cache.rollback(len(tokens))
+        assert cache.length == len(tokens)
+
+
+def test_keys_and_values_are_written_in_place_and_stay(model: OrtModel) -> None:  # cases 27, 28
+    """Past and present are one buffer: a step writes its own positions, copies nothing and moves nothing."""
+    cache = model.new_cache(64)
+    addresses = [buffer.ctypes.data for buffer in cache.buffers]
+    model.forward([5, 6, 7], cache, 1)
+    before = [buffer[:, :, :3].copy() for buffer in cache.buffers]
+    for buffer in cache.buffers:
+        assert np.abs(buffer[:, :, :3]).max() > 0
+        buffer[:, :, 4:] = 7.5  # what lies behind the next position is not read and not written
+    model.forward([8], cache, 1)
+    for buffer, old in zip(cache.buffers, before, strict=True):
+        np.testing.assert_array_equal(buffer[:, :, :3], old)
+        assert np.abs(buffer[:, :, 3]).max() > 0
+        assert (buffer[:, :, 4:] == 7.5).all()
+    assert [buffer.ctypes.data for buffer in cache.buffers] == addresses
+
+
+def test_separate_past_and_present_give_the_same_logits(model: OrtModel) -> None:  # case 28
+    tokens, block = [5, 6, 7, 8], [9, 10]
+    cache = model.new_cache(64)
+    model.forward(tokens, cache, 1)
+    past = {name: buffer.copy() for name, buffer in zip(model.past_names, cache.buffers, strict=True)}
+    shared = model.forward(block, cache, 2).copy()
+    feeds = past | {
+        "input_ids": np.array([block], np.int64),
+        "seqlens_k": np.array([5], np.int32),
+        "total_sequence_length": np.array(6, np.int32),
+        "logits_indices": np.array([0, 1], np.int64),
+    }
+    (separate,) = model.session.run(["logits"], feeds)
+    np.testing.assert_allclose(separate[0], shared, atol=1e-5)
+
+
+def test_a_long_prompt_in_pieces_is_the_prompt_at_once(model: OrtModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.random.default_rng(1).integers(0, model.vocab_size, 2 * PREFILL_ROWS + 37).tolist()
+    pieces = model.forward(tokens, model.new_cache(1024), 3).copy()
+    monkeypatch.setattr("paceline.ort.PREFILL_ROWS", 10_000)
+    whole = model.forward(tokens, model.new_cache(1024), 3)
+    np.testing.assert_allclose(pieces, whole, atol=TOLERANCE)
+
+
+def test_logits_are_computed_for_the_wanted_rows_only(model: OrtModel) -> None:
+    cache = model.new_cache(512)
+    logits = model.forward(list(range(5, 305)), cache, 2)
+    assert logits.shape == (2, model.vocab_size)
+    assert len(cache._logits) == 2  # the buffer never held a row per token of the prompt
+
+
+def test_an_ample_cache_costs_memory_only_as_it_fills(smol_bundle: Path) -> None:
+    code = f"""
+        import resource
+        from paceline.bundle import Bundle
+        from paceline.ort import OrtModel
+        model = OrtModel.open(Bundle.open({str(smol_bundle)!r}), "target")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        cache = model.new_cache(8192)
+        assert sum(buffer.nbytes for buffer in cache.buffers) > 350e6
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_logits", "message"),
+    [
+        ([], 1, "at least 1 is needed"),
+        ([1] * 65, 1, "room for 64"),
+        ([1, 2], 3, "between 1 and the 2 tokens"),
+        ([1, 2], 0, "between 1 and the 2 tokens"),
+        ([1, -1], 1, "Token id -1 is outside"),
+        ([1, 10**6], 1, "Token id 1000000 is outside"),
+    ],
+)
+def test_bad_forwards_are_refused_and_leave_the_cache(
+    model: OrtModel, tokens: list[int], num_logits: int, message: str
+) -> None:
+    cache = model.new_cache(64)
+    with pytest.raises(InvalidInputError, match=message):
+        model.forward(tokens, cache, num_logits)
+    assert cache.length == 0
+
+
+def test_a_cache_serves_its_own_model_only(decoder: SpeculativeDecoder, model: OrtModel) -> None:
+    assert decoder.draft is not None
+    with pytest.raises(InvalidInputError, match="made by another model"):
+        model.forward([1], decoder.draft.new_cache(8), 1)
+    with pytest.raises(InvalidInputError, match="exceeds the model's 8192"):
+        model.new_cache(8193)
+
+
+def test_generations_from_several_threads_are_independent(decoder: SpeculativeDecoder) -> None:  # case 26
+    def run(seed: int) -> tuple[int, ...]:
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=seed)
+        generation = decoder.generate(chat(decoder, PROMPTS[1]), sampling, max_new_tokens=16, num_draft_tokens=2)
+        list(generation)
+        return generation.token_ids
+
+    alone = [run(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, range(4)))
+    assert together == alone
+    assert len(set(alone)) == 4
+
+
+def test_text_streams_in_whole_characters_and_is_the_decoded_ids(decoder: SpeculativeDecoder) -> None:
+    assert decoder.tokenizer is not None
+    ids = chat(decoder, "Write a line of emoji: 🙂🚀, then Chinese: 你好.")
+    generation = decoder.generate(ids, SamplingParams(1.5, seed=3), max_new_tokens=64, num_draft_tokens=3)
+    pieces = [step.text for step in generation]
+    assert "".join(pieces) == generation.text == decoder.tokenizer.decode(generation.token_ids)
+
+
+# What may be wrong with a bundle or an installation.
+
+
+def rewrite_manifest(bundle: Path, change: Callable[[dict[str, object]], None]) -> None:
+    manifest = bundle / MANIFEST_NAME
+    data = json.loads(manifest.read_text())
+    change(data)
+    manifest.unlink()
+    manifest.write_text(json.dumps(data))
+
+
+def replace_file(bundle: Path, name: str, content: bytes, *, listed: bool) -> None:
+    """Put other bytes in a file's place; `listed` makes the manifest agree, as an attacker would."""
+    path = bundle / name
+    path.unlink()
+    path.write_bytes(content)
+    if listed:
+        entry = FileEntry(len(content), file_sha256(path))
+        rewrite_manifest(
+            bundle, lambda data: data["files"].update({name: {"size": entry.size, "sha256": entry.sha256}})  # type: ignore[attr-defined]
+        )
+
+
+def test_a_truncated_file_is_named(smol_bundle: Path, copy_of: Callable[[Path], Path]) -> None:
+    bundle = copy_of(smol_bundle)
+    content = (bundle / "draft/model.onnx.data").read_bytes()
+    replace_file(bundle, "draft/model.onnx.data", content[:-100], listed=False)
+    with pytest.raises(BundleError, match=f"'draft/model.onnx.data' has {len(content) - 100} bytes"):
+        paceline.load(bundle)
+
+
+def test_a_missing_file_is_named(smol_bundle: Path, copy_of: Callable[[Path], Path]) -> None:
+    bundle = copy_of(smol_bundle)
+    (bundle / "tokenizer.json").unlink()
+    with pytest.raises(BundleError, match=r"'tokenizer.json' is missing"):
+        paceline.load(bundle)
+
+
+def test_an_altered_file_fails_its_hash(smol_bundle: Path, copy_of: Callable[[Path], Path]) -> None:
+    bundle = copy_of(smol_bundle)
+    content = bytearray((bundle / "draft/model.onnx.data").read_bytes())
+    content[1000] ^= 1
+    replace_file(bundle, "draft/model.onnx.data", bytes(content), listed=False)
+    Bundle.open(bundle)
+    with pytest.raises(BundleError, match="has SHA-256"):
+        Bundle.open(bundle, verify_hashes=True)
+
+
+def test_a_newer_format_is_refused(smol_bundle: Path, copy_of: Callable[[Path], Path]) -> None:
+    bundle = copy_of(smol_bundle)
+    rewrite_manifest(bundle, lambda data: data.update(format_version=2))
+    with pytest.raises(BundleError, match=r"has format 2, this paceline reads format 1; upgrade"):
+        paceline.load(bundle)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "C:\\x", ""])
+def test_a_listed_path_outside_the_bundle_is_refused(
+    smol_bundle: Path, copy_of: Callable[[Path], Path], name: str
+) -> None:
+    bundle = copy_of(smol_bundle)
+    rewrite_manifest(bundle, lambda data: data["files"].update({name: {"size": 1, "sha256": "0"}}))  # type: ignore[attr-defined]
+    with pytest.raises(BundleError, match="Unsafe file name"):
+        paceline.load(bundle)
+
+
+def test_a_link_out_of_the_bundle_is_refused(smol_bundle: Path, copy_of: Callable[[Path], Path], tmp_path: Path) -> None:
+    bundle = copy_of(smol_bundle)
+    path = bundle / "draft/model.onnx.data"
+    outside = tmp_path / "outside.data"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+    with pytest.raises(BundleError, match="leads out of the bundle"):
+        paceline.load(bundle)
+
+
+@pytest.mark.parametrize("location", ["../../outside.data", "/outside.data"])
+def test_external_data_outside_the_bundle_is_not_read(
+    smol_bundle: Path, copy_of: Callable[[Path], Path], tmp_path: Path, location: str
+) -> None:
+    """The graph itself names its file of weights; a graph that names another one must not open it."""
+    import onnx
+
+    bundle = copy_of(smol_bundle)
+    outside = tmp_path / "outside.data"
+    shutil.copy(bundle / "draft/model.onnx.data", outside)
+    if location.startswith("/"):
+        location = str(outside)
+    graph = onnx.load(bundle / "draft/model.onnx", load_external_data=False)
+    for initializer in graph.graph.initializer:
+        for entry in initializer.external_data:
+            if entry.key == "location":
+                entry.value = location
+    replace_file(bundle, "draft/model.onnx", graph.SerializeToString(), listed=True)
+    with pytest.raises(BundleError, match="draft/model.onnx"):
+        paceline.load(bundle)
+
+
+def test_graphs_that_are_not_those_of_the_manifest_are_refused(
+    smol_bundle: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    bundle = copy_of(smol_bundle)
+    rewrite_manifest(bundle, lambda data: data["draft"]["inputs"][0].update(name="tokens"))  # type: ignore[index]
+    with pytest.raises(BundleError, match="are not those of the manifest"):
+        paceline.load(bundle)
+
+
+def test_a_graph_that_is_no_graph_is_refused(smol_bundle: Path, copy_of: Callable[[Path], Path]) -> None:
+    bundle = copy_of(smol_bundle)
+    replace_file(bundle, "draft/model.onnx", b"not a graph", listed=True)
+    with pytest.raises(BundleError, match="cannot load"):
+        paceline.load(bundle)
+
+
+def test_both_packages_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.metadata, "packages_distributions", lambda: {"onnxruntime": ["onnxruntime", "onnxruntime-gpu"]}
+    )
+    with pytest.raises(InstallationError, match=r"onnxruntime and onnxruntime-gpu are both installed.*pip uninstall"):
+        import_onnxruntime()
+
+
+def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(InstallationError, match=r"pip install 'paceline\[cpu\]'"):
+        import_onnxruntime()
+
+
+def test_unknown_providers_and_threads_are_refused(smol_bundle: Path, decoder: SpeculativeDecoder) -> None:
+    with pytest.raises(InvalidInputError, match="Unknown provider 'tpu': expected one of cpu"):
+        paceline.load(smol_bundle, provider="tpu")
+    with pytest.raises(InvalidInputError, match="threads must be at least 1"):
+        paceline.load(smol_bundle, threads=0)
+    with pytest.raises(InvalidInputError, match="comes too late"):
+        paceline.load(smol_bundle, threads=97)
+
+
+def test_the_manifest_survives_a_round_trip(smol_bundle: Path) -> None:
+    manifest = Bundle.open(smol_bundle).manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
