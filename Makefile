@@ -5,7 +5,7 @@ BUNDLE ?= bundles/qwen2.5-coder-int4
 BIN    := $(VENV)/bin
 
 # torch for CPUs alone is a tenth of the download. Where its index does not answer at once, pip takes the usual one.
-TORCH_INDEX = $(shell curl -m 5 -sfIo /dev/null https://download.pytorch.org/whl/cpu/ && \
+TORCH_INDEX = $(shell curl -m 5 -sfIo /dev/null https://download.pytorch.org/whl/cpu/ 2>/dev/null && \
                       echo --extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX)
 

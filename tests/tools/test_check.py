@@ -13,7 +13,7 @@ import paceline_export.parity
 from paceline.bundle import Bundle
 from paceline_export.parity import ModelParity, ParityReport, PhaseParity
 
-from .conftest import Invoke, write_table_bundle
+from .conftest import Invoke, run_paceline, write_table_bundle
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_past_tolerance(invoke: Invoke, bundle: Path, monkeypatch: pytest.Monkey
     assert f"a logit differs by {difference:.3g}, more than 0.002" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("difference", "passed"), [(1e-4, True), (0.5, False)])
+@pytest.mark.parametrize(("difference", "passed"), [(1e-4, True), (0.5, False), (math.nan, False)])
 def test_json(invoke: Invoke, bundle: Path, monkeypatch: pytest.MonkeyPatch, difference: float, passed: bool) -> None:
     report_of(monkeypatch, difference)
     result = invoke("check", bundle, "--json")
@@ -65,7 +65,19 @@ def test_json(invoke: Invoke, bundle: Path, monkeypatch: pytest.MonkeyPatch, dif
     (model,) = found["models"]
     assert model["passed"] is passed
     assert (model["reason"] is None) is passed
-    assert model["phases"][1]["max_logit_diff"] == difference
+    assert model["phases"][1]["max_logit_diff"] == (difference if math.isfinite(difference) else None)
+
+
+def test_a_real_bundle_passes(smol_bundle: Path) -> None:
+    done = run_paceline("check", smol_bundle, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert {(model["which"], model["arithmetic"]) for model in found["models"]} == {
+        ("target", "fp32"),
+        ("draft", "fp32"),
+        ("draft", "int8"),
+    }
 
 
 def test_no_bundle(invoke: Invoke, tmp_path: Path) -> None:

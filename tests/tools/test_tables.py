@@ -58,6 +58,8 @@ def test_stages_are_a_bar_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
         on_progress("read", 0.0)
         on_progress("write", 0.5)
         on_progress("write", 0.25)  # a fraction that goes back does not move the bar
+        on_progress("hash", 0.5)
     drawn = terminal.getvalue()
+    assert "hash" in drawn
     assert "50%" in drawn
     assert "write" in drawn

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,8 +35,7 @@ def command(context: click.Context, folder: Path, as_json: bool) -> None:
 
     report = check_bundle(bundle, on_progress=lambda stage: click.echo(stage, err=True))
     if as_json:
-        models = [{**asdict(model), "passed": model.passed, "reason": model.reason} for model in report.models]
-        click.echo(json.dumps({"passed": report.passed, "models": models}, indent=1))
+        click.echo(json.dumps({"passed": report.passed, "models": [_dict(model) for model in report.models]}, indent=1))
     else:
         click.echo("\n\n".join(_text(model) for model in report.models))
     if not report.passed:
@@ -43,6 +43,14 @@ def command(context: click.Context, folder: Path, as_json: bool) -> None:
             if model.reason:
                 click.echo(f"Error: {model.reason}.", err=True)
         context.exit(1)
+
+
+def _dict(model: ModelParity) -> dict[str, Any]:
+    phases = [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in phase.items()}
+        for phase in asdict(model)["phases"]  # JSON has no NaN
+    ]
+    return {**asdict(model), "phases": phases, "passed": model.passed, "reason": model.reason}
 
 
 def _text(model: ModelParity) -> str:

@@ -34,5 +34,6 @@ def stages() -> Iterator[Callable[[str, float], None]]:
 
         def draw(stage: str, fraction: float) -> None:
             bar.update(max(round(fraction * _STEPS) - bar.pos, 0), stage)
+            bar.render_progress()  # a new stage shows before it has got anywhere
 
         yield draw
