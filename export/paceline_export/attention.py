@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -102,7 +102,7 @@ def group_query_attention(
             f"{type(module).__name__} has keys of size {head_size} and values of size {value.shape[-1]}; "
             "GroupQueryAttention needs one head size."
         )
-    layer = module.layer_idx
+    layer = cast(int, module.layer_idx)
     past_key, past_value = state.past_keys[layer], state.past_values[layer]
     attributes: dict[str, Any] = {
         "num_heads": heads,

@@ -23,14 +23,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
 
@@ -156,7 +156,7 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
             "transformers' attention interface; this architecture is not supported."
         )
     vocab_size = graph.graph.outputs[0].shape[2]
-    table = model.get_input_embeddings()
+    table = cast(PreTrainedModel, model).get_input_embeddings()
     embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
     return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotary_tables)
 
@@ -188,8 +188,8 @@ class _GraphModel(torch.nn.Module):
             past_values,
             seqlens_k,
             total_sequence_length,
-            self.rotary.cos,
-            self.rotary.sin,
+            self.rotary.get_buffer("cos"),
+            self.rotary.get_buffer("sin"),
             interleaved,
         )
         with tracing(state):

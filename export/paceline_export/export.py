@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -30,9 +29,9 @@ from paceline.bundle import (
     TokenizerEntry,
     file_sha256,
 )
-from paceline.errors import CheckpointError, InvalidInputError, PacelineError
+from paceline.errors import InvalidInputError, PacelineError
 
-from .causal_lm import Trace, fake_model, num_heads_and_size, trace
+from .causal_lm import Trace, fake_model, trace
 from .checkpoint import Checkpoint
 from .pair import check_pair, check_widths, token_texts
 from .passes.norms import fuse_norms

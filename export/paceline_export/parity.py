@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -170,9 +171,7 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
     return ParityReport(tuple(models))
 
 
-def compare(
-    name: str, expected: NDArray[np.float32], found: NDArray[np.float32], near_tie: float
-) -> PhaseParity:
+def compare(name: str, expected: NDArray[np.float32], found: NDArray[np.float32], near_tie: float) -> PhaseParity:
     """Compare two arrays of logits `[rows, vocab]`; `near_tie` is the gap below which the best token is open."""
     expected64, found64 = expected.astype(np.float64), found.astype(np.float64)
     log_p, log_q = _log_softmax(expected64), _log_softmax(found64)
@@ -224,7 +223,7 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
         raise BundleError(f"{bundle.root}: the weights do not fit {folder}/config.json: {error}") from error
     if missing := sorted(set(dict(model.named_parameters())) - set(weights)):
         raise BundleError(f"{bundle.root}: the graph lacks weights of {folder}/config.json, such as {missing[0]!r}.")
-    return model.eval()
+    return cast(torch.nn.Module, model.eval())
 
 
 def stored_weights(path: Path) -> dict[str, torch.Tensor]:

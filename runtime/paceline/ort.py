@@ -262,7 +262,14 @@ def _share_pool(ort: Any, threads: int | None) -> None:
     with _pool_lock:
         if _pool_threads is None:
             wanted = threads or len(os.sched_getaffinity(0))
-            ort.set_global_thread_pool_sizes(wanted, 1)
+            try:
+                ort.set_global_thread_pool_sizes(wanted, 1)
+            except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                if threads is not None:
+                    raise InvalidInputError(
+                        f"threads={threads} comes too late: something else in this process has already made ONNX "
+                        "Runtime's global thread pool; leave threads out to share it."
+                    ) from error
             _pool_threads = wanted
         elif threads is not None and threads != _pool_threads:
             raise InvalidInputError(

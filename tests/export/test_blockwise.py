@@ -50,7 +50,7 @@ def test_pieces_of_a_large_weight_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     pieces = quantize(weight(50, 96), bits=4, block_size=32, symmetric=False)
     np.testing.assert_array_equal(whole.packed, pieces.packed)
     np.testing.assert_array_equal(whole.scales, pieces.scales)
-    np.testing.assert_array_equal(whole.zero_points, pieces.zero_points)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(whole.zero_points, pieces.zero_points)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -97,7 +97,7 @@ def test_onnxruntime_multiplies_by_the_values_that_are_stored(
 ) -> None:
     stored = quantize(weight(40, columns), bits=bits, block_size=block, symmetric=symmetric)
     x = weight(3, columns, seed=1).numpy()
-    inputs = {"x": x, "q": stored.packed, "scales": stored.scales.reshape(-1)}
+    inputs: dict[str, np.ndarray[Any, Any]] = {"x": x, "q": stored.packed, "scales": stored.scales.reshape(-1)}
     if stored.zero_points is not None:
         inputs["zero_points"] = stored.zero_points.reshape(-1)
     found = run("MatMulNBits", inputs, "x", K=columns, N=40, bits=bits, block_size=block, accuracy_level=1)
@@ -108,6 +108,6 @@ def test_onnxruntime_multiplies_by_the_values_that_are_stored(
 def test_onnxruntime_looks_up_the_rows_that_are_stored(bits: int) -> None:
     stored: Blockwise = quantize(weight(30, 96), bits=bits, block_size=32, symmetric=True)
     ids = np.array([[3, 0, 29]], np.int64)
-    inputs = {"q": stored.packed.reshape(30, -1), "ids": ids, "scales": stored.scales}
+    inputs: dict[str, np.ndarray[Any, Any]] = {"q": stored.packed.reshape(30, -1), "ids": ids, "scales": stored.scales}
     found = run("GatherBlockQuantized", inputs, "ids", gather_axis=0, quantize_axis=1, block_size=32, bits=bits)
     np.testing.assert_allclose(found[0], dequantize(stored)[ids[0]], rtol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import transformers
 from tiny import sizes, tiny_checkpoint, tiny_tokenizer
 
 import paceline
-from paceline.bundle import MANIFEST_NAME, Bundle
+from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError, PacelineError
 from paceline.testing import ScriptedDrafter
 from paceline_export.export import ExportReport, export_bundle
@@ -313,6 +314,28 @@ def check_bundle_target(bundle: Bundle) -> Any:
     return check_bundle(Bundle(bundle.root, dataclasses.replace(bundle.manifest, draft=None)))
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+def test_external_data_outside_the_bundle_is_not_read(pair: Path, tmp_path: Path, absolute: bool) -> None:
+    """The graph itself names its file of weights; one that names a file elsewhere must not open it."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(pair, bundle)
+    outside = tmp_path / "outside.data"
+    shutil.copy(bundle / "draft/model.onnx.data", outside)
+    graph = onnx.load(bundle / "draft/model.onnx", load_external_data=False)
+    for initializer in graph.graph.initializer:
+        for entry in initializer.external_data:
+            if entry.key == "location":
+                entry.value = str(outside) if absolute else "../../outside.data"
+    path = bundle / "draft/model.onnx"
+    path.write_bytes(graph.SerializeToString())
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())  # made to agree, as an attacker would
+    manifest["files"]["draft/model.onnx"] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    Bundle.open(bundle, verify_hashes=True)
+    with pytest.raises(BundleError, match=r"cannot load .*draft/model\.onnx"):
+        paceline.load(bundle)
+
+
 def test_a_context_too_short_for_the_check_says_so(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "bundle", max_length=32)
     with pytest.raises(BundleError, match="too short for the check"):
@@ -325,7 +348,9 @@ def test_export_takes_seconds_for_a_tiny_model_and_says_what_it_wrote(llama: Pat
     report = export(llama, tmp_path / "bundle", on_progress=lambda stage, done: stages.append((stage, done)))
     assert report.seconds <= time.perf_counter() - started
     assert report.bytes_written == sum(
-        path.stat().st_size for path in (tmp_path / "bundle").rglob("*") if path.is_file() and path.name != MANIFEST_NAME
+        path.stat().st_size
+        for path in (tmp_path / "bundle").rglob("*")
+        if path.is_file() and path.name != MANIFEST_NAME
     )
     shares = [done for _, done in stages]
     assert shares == sorted(shares)

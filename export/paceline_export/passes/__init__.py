@@ -1,0 +1,1 @@
+"""Graph transformations, one per file: each takes a traced model and changes it in place."""

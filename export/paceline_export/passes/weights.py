@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from paceline.errors import CheckpointError
-
-from ..checkpoint import WeightReader
-from ..quantize import WeightFormat
-from ..quantize.blockwise import Blockwise, quantize
+from paceline_export.checkpoint import WeightReader
+from paceline_export.quantize import WeightFormat
+from paceline_export.quantize.blockwise import Blockwise, quantize
 
 __all__ = ["EMBEDDING_BLOCK_SIZES", "store_weights"]
 
@@ -159,9 +158,7 @@ def _gather_block_quantized(
     return ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft")
 
 
-def _constant(
-    model: ir.Model, name: str, array: NDArray[np.generic], dtype: ir.DataType | None = None
-) -> ir.Value:
+def _constant(model: ir.Model, name: str, array: NDArray[np.generic], dtype: ir.DataType | None = None) -> ir.Value:
     tensor = ir.tensor(array.astype(np.float16) if dtype == ir.DataType.FLOAT16 else array, name=name)
     value = _initializer(model, name, tensor.dtype, tuple(array.shape))
     value.const_value = tensor
