@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from paceline.errors import CheckpointError
 from .source import Source
 
 _CHUNK = 1 << 24  # elements
+_GGUFReader = gguf.GGUFReader
 
 __all__ = ["Checkpoint", "WeightReader"]
 
@@ -81,14 +84,13 @@ class GgufReader:
     """Reads from a GGUF file, memory-mapped, unpacking a tensor when it is asked for."""
 
     def __init__(self, path: Path, model: torch.nn.Module, config: PreTrainedConfig, tied: Mapping[str, str]) -> None:
-        from gguf import GGUFReader
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
             get_gguf_hf_weights_map,
         )
 
-        reader = GGUFReader(str(path))
+        reader = _gguf_file(str(path))
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
         self._map: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
@@ -123,6 +125,22 @@ class GgufReader:
         return tensor
 
 
+@functools.lru_cache(maxsize=2)  # a target and its draft
+def _gguf_file(path: str) -> Any:
+    """A `gguf.GGUFReader`, which takes seconds to make where the vocabulary is large."""
+    return _GGUFReader(path)
+
+
+@contextmanager
+def _one_gguf_reader() -> Iterator[None]:
+    """Let transformers read a GGUF's header once: configuration, tokenizer and weights would each parse it anew."""
+    gguf.GGUFReader = _gguf_file
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = _GGUFReader
+
+
 def _shape(tensor: Any) -> tuple[int, ...]:
     """Shape of a GGUF tensor, which the file gives in reverse."""
     return tuple(int(size) for size in reversed(tensor.shape))
@@ -130,16 +148,14 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 def _unpack(tensor: Any) -> NDArray[np.float32]:
     """Dequantise a GGUF tensor, some rows at a time, since its blocks are held in several copies meanwhile."""
-    from gguf import dequantize
-
     shape = _shape(tensor)
     weights = np.empty(shape, np.float32)
     if len(shape) < 2:
-        weights[...] = dequantize(tensor.data, tensor.tensor_type)
+        weights[...] = gguf.dequantize(tensor.data, tensor.tensor_type)
         return weights
     step = max(1, _CHUNK // int(np.prod(shape[1:])))
     for start in range(0, shape[0], step):
-        weights[start : start + step] = dequantize(tensor.data[start : start + step], tensor.tensor_type)
+        weights[start : start + step] = gguf.dequantize(tensor.data[start : start + step], tensor.tensor_type)
     return weights
 
 
@@ -159,10 +175,11 @@ class Checkpoint:
         Raises:
             CheckpointError: an unknown architecture, or no fast tokenizer.
         """
-        gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         try:
-            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **gguf)
-            tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **gguf)
+            with _one_gguf_reader():
+                config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
+                tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
         except (ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
         if not getattr(tokenizer, "is_fast", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import resource
@@ -300,7 +301,7 @@ def _end_tokens(tokenizer: Any, settings: Mapping[str, Any], texts: list[str | N
 def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when the block ends well, and is removed otherwise."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f".{out.name}.partial-*"):  # of exports that were killed
+    for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):  # of exports that were killed
         if not _is_running(left.name.rpartition("-")[2]):
             shutil.rmtree(left, ignore_errors=True)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
