@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,11 +63,15 @@ def qwen_bundle() -> Path:
     return make_bundle("qwen2.5-coder-int4", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", precision="int4")
 
 
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair of random models of a few thousand weights: for what does not depend on what a model says."""
+    from tiny import tiny_pair
+
+    return tiny_pair(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """Copy a bundle to where a test may damage it. Files are links: replace them, never write into them."""
-
-    def copy(bundle: Path) -> Path:
-        return Path(shutil.copytree(bundle, tmp_path / "bundle", copy_function=os.link))
-
-    return copy
+def damaged(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny bundle that the test may damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))

@@ -38,11 +38,11 @@ from .pair import check_pair, check_widths, token_texts
 from .passes.norms import fuse_norms
 from .passes.reshapes import drop_reshape_pairs
 from .passes.weights import store_weights
-from .quantize import WeightFormat, weight_format
+from .quantize import weight_format
 from .quantize.blockwise import BLOCK_SIZES
 from .source import Source
 
-__all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "export_bundle"]
+__all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
 
 DEFAULT_MAX_LENGTH = 32768
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
@@ -106,8 +106,16 @@ def export_bundle(
     """
     started = time.perf_counter()
     out = Path(out)
-    formats = {"target": weight_format(precision), "draft": weight_format(draft_precision or precision)}
-    _check_arguments(out, max_length, block_size, overwrite)
+    check_arguments(
+        out,
+        has_draft=draft is not None,
+        precision=precision,
+        draft_precision=draft_precision,
+        max_length=max_length,
+        block_size=block_size,
+        overwrite=overwrite,
+    )
+    precisions = {"target": precision, "draft": draft_precision or precision}
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
@@ -129,9 +137,8 @@ def export_bundle(
             def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
                 report(f"{which}: {stage}", done + share * part)
 
-            used = precision if which == "target" else draft_precision or precision
             entries[which] = _export_model(
-                checkpoint, folder, which, used, formats[which], lengths[which], block_size, within
+                checkpoint, folder, which, precisions[which], lengths[which], block_size, within
             )
             done += share
         report("write tokenizer and manifest", 0.97)
@@ -166,7 +173,26 @@ def export_bundle(
     )
 
 
-def _check_arguments(out: Path, max_length: int | None, block_size: int, overwrite: bool) -> None:
+def check_arguments(
+    out: Path,
+    *,
+    has_draft: bool,
+    precision: str,
+    draft_precision: str | None,
+    max_length: int | None,
+    block_size: int,
+    overwrite: bool,
+) -> None:
+    """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
+
+    Raises:
+        InvalidInputError: an argument out of its range, one that cannot be honoured, or `out` exists.
+    """
+    weight_format(precision)
+    if draft_precision is not None:
+        weight_format(draft_precision)
+        if not has_draft:
+            raise InvalidInputError(f"draft_precision={draft_precision!r} is for a draft model, and there is none.")
     if block_size not in BLOCK_SIZES:
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
@@ -199,12 +225,12 @@ def _export_model(
     folder: Path,
     which: str,
     precision: str,
-    stored: WeightFormat,
     max_length: int,
     block_size: int,
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them."""
+    stored = weight_format(precision)
     report("trace", 0.0)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_norms(traced.model)

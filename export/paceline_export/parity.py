@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from paceline.bundle import Bundle, ModelEntry
 from paceline.errors import BundleError
@@ -193,7 +194,7 @@ def _open(bundle: Bundle, which: str, entry: ModelEntry, arithmetic: str) -> Ort
     """The model as it is shipped, or with its products in float32 where they would not be."""
     if arithmetic == "fp32" and entry.precision != "fp32":
         path = bundle.path(entry.path)
-        model = ir.load(path)
+        model = _load_graph(path)
         for node in model.graph:
             if node.op_type == "MatMulNBits":
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
@@ -215,12 +216,17 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     weights = stored_weights(bundle.path(entry.path))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    bars = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         model = model_class.from_pretrained(
             None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="eager"
         )
     except RuntimeError as error:
         raise BundleError(f"{bundle.root}: the weights do not fit {folder}/config.json: {error}") from error
+    finally:
+        if bars:
+            enable_progress_bar()
     if missing := sorted(set(dict(model.named_parameters())) - set(weights)):
         raise BundleError(f"{bundle.root}: the graph lacks weights of {folder}/config.json, such as {missing[0]!r}.")
     return cast(torch.nn.Module, model.eval())
@@ -228,7 +234,7 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
 
 def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights of an exported graph by the checkpoint's names, in float32."""
-    model = ir.load(path)
+    model = _load_graph(path)
     arrays = {
         name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
     }
@@ -261,6 +267,22 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
         array = np.array(tensor.numpy(), np.float32)
         weights[name.removesuffix(".T")] = torch.from_numpy(array.T if name.endswith(".T") else array)
     return weights
+
+
+def _load_graph(path: Path) -> ir.Model:
+    """Read a graph and check that its weights can be read.
+
+    Raises:
+        BundleError: onnx-ir refuses them, as it does when a file has several hard links.
+    """
+    model = ir.load(path)
+    try:
+        for value in model.graph.initializers.values():
+            if value.const_value is not None:
+                value.const_value.numpy()
+    except (OSError, ValueError) as error:
+        raise BundleError(f"The weights of {path} cannot be read: {error} Copy the bundle anew to check it.") from error
+    return model
 
 
 def _onnx_logits(model: CausalLM, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:

@@ -8,7 +8,10 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+
+from paceline_export.export import export_bundle
+from paceline_export.source import resolve
 
 SPECIAL = ("<s>", "</s>", "<pad>")
 
@@ -41,6 +44,14 @@ def tiny_checkpoint(
     model.save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return folder
+
+
+def tiny_pair(folder: Path) -> Path:
+    """Export a target and a smaller draft to a bundle inside `folder`."""
+    target = tiny_checkpoint(folder / "target", LlamaConfig(**sizes()))
+    draft = tiny_checkpoint(folder / "draft", LlamaConfig(**sizes(num_hidden_layers=1)), seed=1)
+    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision="fp32")
+    return folder / "bundle"
 
 
 def sizes(**changes: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
         (["-o", "new"], "Missing option '--target'"),
         (["--target", "big"], "Missing option '-o' / '--out'"),
         (["--target", "big", "-o", "new", "--precision", "int3"], "'int3' is not one of"),
-        (["--target", "big", "-o", "new", "--draft-precision", "int4"], "--draft-precision is for a draft model"),
+        (["--target", "big", "-o", "new", "--draft-precision", "int4"], "is for a draft model"),
         (["--target", "big", "-o", str(Path(__file__).parent)], "exists already"),
     ],
 )

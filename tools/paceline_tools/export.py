@@ -58,17 +58,21 @@ def command(
     A source SRC is a recipe's name or .toml file, a folder with config.json and model.safetensors, a .gguf file, or a
     hub id org/name[@revision]. What is not on this machine yet is fetched first.
     """
-    # Said before gigabytes are fetched and torch is imported.
-    if out.exists() and not overwrite:
-        raise click.UsageError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
     if draft is None and isinstance(recipe := find_recipe(target), PairRecipe):
         target, draft = recipe.target, recipe.draft
-    if draft is None and draft_precision is not None:
-        raise click.UsageError("--draft-precision is for a draft model; give --draft too, or leave it out.")
 
-    from paceline_export.export import export_bundle
+    from paceline_export.export import check_arguments, export_bundle
     from paceline_export.source import resolve
 
+    check_arguments(
+        out,
+        has_draft=draft is not None,
+        precision=precision,
+        draft_precision=draft_precision,
+        max_length=max_length,
+        block_size=block_size,
+        overwrite=overwrite,
+    )
     sources = [resolve(text, cache_dir=cache_dir, progress=True) if text else None for text in (target, draft)]
     assert sources[0] is not None
     with stages() as on_progress:
