@@ -334,6 +334,7 @@ def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
+        _flush(folder)
         if out.exists():
             if not overwrite:
                 raise InvalidInputError(f"{out} appeared while the bundle was being written; it is left as it is.")
@@ -353,6 +354,16 @@ def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until the files are on the disk, so that a bundle's name never stands for half a bundle after a crash."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_running(pid: str) -> bool:

@@ -63,7 +63,7 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-6, 2e-3),
     "fp16": Tolerance(0.2, 1e-3, 0.1),
-    "int8": Tolerance(6.0, 0.1, 2.0),
+    "int8": Tolerance(12.0, 0.1, 2.0),
 }
 _ARITHMETIC = {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")}
 

@@ -66,7 +66,7 @@ PROMPTS = (
     "--repeats",
     metavar="N",
     type=click.IntRange(min=1),
-    default=2,
+    default=4,
     show_default=True,
     help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
 )
