@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ PROVIDERS = {
 }
 
 _pool_lock = threading.Lock()
-_pool_threads: int | None = None  # size of the process-wide pool once it exists
+_pool_threads: int | None = None  # size of the process-wide pool once it exists; 0 is one per physical core
 
 
 class OrtKVCache(KVCache):
@@ -104,7 +103,7 @@ class OrtModel:
             bundle: an opened bundle.
             which: `"target"` or `"draft"`.
             provider: a key of `PROVIDERS`.
-            threads: of the pool that all models of the process share; None means one per available core. The first
+            threads: of the pool that all models of the process share; None means one per physical core. The first
                 model of the process decides.
 
         Raises:
@@ -261,17 +260,17 @@ def _share_pool(ort: Any, threads: int | None) -> None:
         raise InvalidInputError(f"threads must be at least 1, got {threads}.")
     with _pool_lock:
         if _pool_threads is None:
-            wanted = threads or len(os.sched_getaffinity(0))
             try:
-                ort.set_global_thread_pool_sizes(wanted, 1)
+                ort.set_global_thread_pool_sizes(threads or 0, 1)  # 0: one thread per physical core
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
                 if threads is not None:
                     raise InvalidInputError(
                         f"threads={threads} comes too late: something else in this process has already made ONNX "
                         "Runtime's global thread pool; leave threads out to share it."
                     ) from error
-            _pool_threads = wanted
+            _pool_threads = threads or 0
         elif threads is not None and threads != _pool_threads:
+            shared = f"{_pool_threads} threads" if _pool_threads else "one thread per core"
             raise InvalidInputError(
-                f"threads={threads} comes too late: the models of this process already share {_pool_threads} threads."
+                f"threads={threads} comes too late: the models of this process already share {shared}."
             )

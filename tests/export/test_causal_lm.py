@@ -71,7 +71,10 @@ def test_a_sliding_window_reaches_the_operator() -> None:
 
 
 REFUSED = [
-    (transformers.GPT2Config(vocab_size=272, n_embd=64, n_layer=2, n_head=4), "rotary embedding"),
+    (
+        transformers.GPT2Config(vocab_size=272, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
+        "rotary embedding",
+    ),
     (transformers.StableLmConfig(**sizes(partial_rotary_factor=0.25)), "partial rotation is not supported"),
     (
         transformers.LlamaConfig(
