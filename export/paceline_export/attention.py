@@ -17,12 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from paceline.errors import CheckpointError
 
-__all__ = ["ATTENTION_NAME", "GraphState", "tracing"]
+__all__ = ["ATTENTION_NAME", "GraphState", "leave_unrotated", "tracing"]
 
 ATTENTION_NAME = "paceline"
 
 # Arguments of the attention interface that change nothing here: positions reach the operator through `seqlens_k`.
-_HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "position_embeddings"})
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "is_causal", "cache_position", "position_embeddings", "output_router_logits"}
+)
 
 
 @dataclass(slots=True)
@@ -36,11 +38,21 @@ class GraphState:
     cos: torch.Tensor  # [max_length, head_size / 2]
     sin: torch.Tensor
     rotary_interleaved: bool
+    rotated: bool = False  # whether the layer at hand rotates its query and key; some architectures skip it in some
     present_keys: list[torch.Tensor] = field(default_factory=list)
     present_values: list[torch.Tensor] = field(default_factory=list)
 
 
 _state: GraphState | None = None
+
+
+def leave_unrotated(
+    query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for a model's rotation while it is traced: the operator rotates, in this layer, instead."""
+    if _state is not None:
+        _state.rotated = True
+    return query, key
 
 
 @contextmanager
@@ -108,10 +120,12 @@ def group_query_attention(
         "num_heads": heads,
         "kv_num_heads": key.shape[1],
         "scale": float(head_size**-0.5 if scaling is None else scaling),
-        "do_rotary": 1,
     }
-    if state.rotary_interleaved:
-        attributes["rotary_interleaved"] = 1
+    tables: tuple[torch.Tensor, ...] = ()
+    if state.rotated:
+        state.rotated = False
+        tables = (state.cos, state.sin)
+        attributes |= {"do_rotary": 1, "rotary_interleaved": int(state.rotary_interleaved)}
     if sliding_window is not None:
         attributes["local_window_size"] = int(sliding_window)
     if softcap is not None:
@@ -130,8 +144,7 @@ def group_query_attention(
             past_value,
             state.seqlens_k,
             state.total_sequence_length,
-            state.cos,
-            state.sin,
+            *tables,
         ),
         attributes,
         dtypes=(query.dtype, past_key.dtype, past_value.dtype),

@@ -18,6 +18,7 @@ Tracing needs no weights: parameters are fake tensors, and the graph's initializ
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
 
-from .attention import ATTENTION_NAME, GraphState, tracing
+from .attention import ATTENTION_NAME, GraphState, leave_unrotated, tracing
 
 __all__ = ["OPSET", "Trace", "fake_model", "num_heads_and_size", "trace"]
 
@@ -81,9 +82,10 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
         with mode:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, KeyError) as error:
+        reason = "its attention cannot be exchanged" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
             f"transformers cannot build a causal language model with an exchangeable attention from a "
-            f"{config.model_type!r} configuration: {error}"
+            f"{config.model_type!r} configuration: {reason}"
         ) from error
     return model.eval(), mode
 
@@ -121,30 +123,39 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
     past_dims = [{0: Dim("batch"), 2: Dim("max_length")} for _ in range(num_layers)]
     names = [f"{i}.{part}" for part in ("key", "value") for i in range(num_layers)]
     with _unrotated(modeling), _quiet():
-        program = torch.onnx.export(
-            graph_model,
-            arguments,
-            dynamo=True,
-            optimize=False,  # constant folding needs values; it runs below, when the weights count as inputs
-            verbose=False,
-            opset_version=OPSET,
-            dynamic_shapes=(
-                {0: Dim("batch"), 1: Dim("rows")},
-                {0: Dim("batch")},
-                None,
-                {0: Dim("num_logits")},
-                past_dims,
-                past_dims,
-            ),
-            input_names=[
-                "input_ids",
-                "seqlens_k",
-                "total_sequence_length",
-                "logits_indices",
-                *(f"past_key_values.{name}" for name in names),
-            ],
-            output_names=["logits", *(f"present.{name}" for name in names)],
-        )
+        try:
+            program = torch.onnx.export(
+                graph_model,
+                arguments,
+                dynamo=True,
+                optimize=False,  # constant folding needs values; it runs below, when the weights count as inputs
+                verbose=False,
+                opset_version=OPSET,
+                dynamic_shapes=(
+                    {0: Dim("batch"), 1: Dim("rows")},
+                    {0: Dim("batch")},
+                    None,
+                    {0: Dim("num_logits")},
+                    past_dims,
+                    past_dims,
+                ),
+                input_names=[
+                    "input_ids",
+                    "seqlens_k",
+                    "total_sequence_length",
+                    "logits_indices",
+                    *(f"past_key_values.{name}" for name in names),
+                ],
+                output_names=["logits", *(f"present.{name}" for name in names)],
+            )
+        except torch.onnx.OnnxExporterError as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, CheckpointError):
+                raise cause from error
+            raise CheckpointError(
+                f"torch cannot trace {type(model).__name__}; this architecture is not supported. The reason: "
+                f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
+            ) from error
         graph: ir.Model = program.model
         for initializer in graph.graph.initializers.values():
             initializer.const_value = None
@@ -154,6 +165,11 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
         raise CheckpointError(
             f"{type(model).__name__} has {num_layers} layers but {attention_nodes} of them attend through "
             "transformers' attention interface; this architecture is not supported."
+        )
+    if left := [name for name in graph.graph.initializers if "rotary_emb" in name]:
+        raise CheckpointError(
+            f"{type(model).__name__} rotates in a way of its own (it still uses {left[0]!r}); this architecture is not "
+            "supported."
         )
     vocab_size = graph.graph.outputs[0].shape[2]
     table = cast(PreTrainedModel, model).get_input_embeddings()
@@ -206,6 +222,13 @@ def _rotary_tables(
     config: PreTrainedConfig, model: torch.nn.Module, modeling: Any, max_length: int, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """Cosine and sine of every position, and whether pairs are interleaved, found out by trying the rotation."""
+    stored = set(model.state_dict())
+    for name, _ in model.named_buffers():
+        if name not in stored and "rotary_emb" not in name:
+            raise CheckpointError(
+                f"{type(model).__name__} computes {name!r} when it is built instead of storing it; this architecture "
+                "is not supported."
+            )
     rotaries = {type(module) for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
     rotate = getattr(modeling, "apply_rotary_pos_emb", None)
     if len(rotaries) != 1 or rotate is None:
@@ -221,8 +244,13 @@ def _rotary_tables(
             f"The rotation {rope_type!r} of {type(model).__name__} is not supported: expected one of "
             f"{', '.join(_STATIC_ROPE_TYPES)}, whose frequencies do not change with the length of the text."
         )
+    rotary = rotaries.pop()
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        raise CheckpointError(
+            f"{type(model).__name__} rotates its layers by several tables; this architecture is not supported."
+        )
     with torch.no_grad():
-        cos, sin = rotaries.pop()(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None])
+        cos, sin = rotary(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None])
     _, head_size = num_heads_and_size(config)
     if cos.shape[-1] != head_size:
         raise CheckpointError(
@@ -280,7 +308,7 @@ def _quiet() -> Iterator[None]:
 def _unrotated(modeling: Any) -> Iterator[None]:
     """Leave queries and keys as they are inside the block: the attention operator rotates them."""
     original = modeling.apply_rotary_pos_emb
-    modeling.apply_rotary_pos_emb = lambda query, key, *args, **kwargs: (query, key)
+    modeling.apply_rotary_pos_emb = leave_unrotated
     try:
         yield
     finally:

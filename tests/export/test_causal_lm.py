@@ -84,6 +84,13 @@ REFUSED = [
     ),
     (transformers.MambaConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2), "not supported|cannot build"),
     (transformers.BertConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4), "."),
+    (
+        transformers.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+        "exchanged",
+    ),
+    (transformers.GemmaConfig(**sizes(head_dim=16)), "computes 'model.embed_tokens.embed_scale'"),
+    (transformers.Gemma3TextConfig(**sizes(head_dim=16)), "not supported"),
+    (transformers.MixtralConfig(**sizes(num_local_experts=4)), "torch cannot trace MixtralForCausalLM"),
     (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
 ]
 

@@ -70,6 +70,10 @@ ARCHITECTURES = {
     "qwen2": transformers.Qwen2Config(**sizes()),
     "qwen3": transformers.Qwen3Config(**sizes(head_dim=16)),
     "mistral, window": transformers.MistralConfig(**sizes(sliding_window=16, head_dim=16)),
+    "cohere, interleaved rotation": transformers.CohereConfig(**sizes()),
+    "smollm3, a layer without rotation": transformers.SmolLM3Config(**sizes(no_rope_layer_interval=2)),
+    "granite, scaled everywhere": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
+    "phi3, packed projections": transformers.Phi3Config(**sizes()),
     "one kv head": transformers.LlamaConfig(**sizes(num_key_value_heads=1)),
 }
 
