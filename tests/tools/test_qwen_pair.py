@@ -84,9 +84,10 @@ def test_the_law_of_the_first_two_tokens(decoder: SpeculativeDecoder) -> None:
 
     The first token comes from the prefill, the second from a speculative round, so the pair shows the round's law.
     """
-    sampling = SamplingParams(temperature=1.0, top_k=4)
-    prompt = chat(decoder, "Pick a colour. Answer with one word.")
-    draws = 400
+    sampling = SamplingParams(temperature=1.0, top_k=8)
+    assert decoder.tokenizer is not None
+    prompt = decoder.tokenizer.encode("My favourite")  # a flat law: some 64 pairs, many of them common
+    draws = 1200
     target = decoder.target
     cache = target.new_cache(len(prompt) + 4)
     first = distribution(target.forward(prompt, cache, 1)[0, : decoder.vocab_size], sampling)
@@ -101,7 +102,7 @@ def test_the_law_of_the_first_two_tokens(decoder: SpeculativeDecoder) -> None:
     for seed in range(draws):
         generation = decoder.generate(
             prompt,
-            SamplingParams(temperature=1.0, top_k=4, seed=seed),
+            SamplingParams(temperature=1.0, top_k=8, seed=seed),
             max_new_tokens=3,
             num_draft_tokens=1,
         )
@@ -122,5 +123,5 @@ def test_the_law_of_the_first_two_tokens(decoder: SpeculativeDecoder) -> None:
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(scipy.stats.chi2.sf(statistic, len(observed) - 1))
     print(f"\nchi-squared {statistic:.1f} over {len(observed)} cells, {draws} draws, p = {p_value:.3f}")
-    assert len(observed) >= 3
+    assert len(observed) >= 10
     assert p_value > 1e-3
