@@ -38,7 +38,8 @@ class GraphState:
     cos: torch.Tensor  # [max_length, head_size / 2]
     sin: torch.Tensor
     rotary_interleaved: bool
-    rotated: bool = False  # whether the layer at hand rotates its query and key; some architectures skip it in some
+    # What the layer at hand rotates before it attends; None where it skips the rotation, as some architectures do.
+    rotated: tuple[torch.Tensor, torch.Tensor] | None = None
     present_keys: list[torch.Tensor] = field(default_factory=list)
     present_values: list[torch.Tensor] = field(default_factory=list)
 
@@ -51,7 +52,7 @@ def leave_unrotated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands in for a model's rotation while it is traced: the operator rotates, in this layer, instead."""
     if _state is not None:
-        _state.rotated = True
+        _state.rotated = (query, key)
     return query, key
 
 
@@ -122,8 +123,13 @@ def group_query_attention(
         "scale": float(head_size**-0.5 if scaling is None else scaling),
     }
     tables: tuple[torch.Tensor, ...] = ()
-    if state.rotated:
-        state.rotated = False
+    if state.rotated is not None:
+        if query is not state.rotated[0] or key is not state.rotated[1]:
+            raise CheckpointError(
+                f"{type(module).__name__} changes query or key between rotation and attention, which is one operator "
+                "here; this architecture is not supported."
+            )
+        state.rotated = None
         tables = (state.cos, state.sin)
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(state.rotary_interleaved)}
     if sliding_window is not None:

@@ -208,10 +208,13 @@ class _GraphModel(torch.nn.Module):
             self.rotary.get_buffer("sin"),
             interleaved,
         )
+        # The operator counts positions by itself; these are for whatever else depends on them, else they fall away.
+        rows = input_ids.shape[1]
+        position_ids = seqlens_k[:, None].to(torch.int64) + (1 - rows) + torch.arange(rows)
         with tracing(state):
             output = model(
                 input_ids=input_ids,
-                position_ids=torch.zeros_like(input_ids),  # the operator counts positions itself
+                position_ids=position_ids,
                 use_cache=False,
                 logits_to_keep=logits_indices,
             )

@@ -90,6 +90,8 @@ REFUSED = [
     ),
     (transformers.GemmaConfig(**sizes(head_dim=16)), "computes 'model.embed_tokens.embed_scale'"),
     (transformers.Gemma3TextConfig(**sizes(head_dim=16)), "not supported"),
+    (transformers.Olmo3Config(**sizes()), "by several tables"),
+    (transformers.HunYuanDenseV1Config(**sizes(head_dim=16)), "between rotation and attention"),
     (transformers.MixtralConfig(**sizes(num_local_experts=4)), "torch cannot trace MixtralForCausalLM"),
     (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
 ]

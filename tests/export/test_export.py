@@ -72,6 +72,9 @@ ARCHITECTURES = {
     "mistral, window": transformers.MistralConfig(**sizes(sliding_window=16, head_dim=16)),
     "cohere, interleaved rotation": transformers.CohereConfig(**sizes()),
     "smollm3, a layer without rotation": transformers.SmolLM3Config(**sizes(no_rope_layer_interval=2)),
+    "exaone4, window with and without rotation": transformers.Exaone4Config(
+        **sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    ),
     "granite, scaled everywhere": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
     "phi3, packed projections": transformers.Phi3Config(**sizes()),
     "one kv head": transformers.LlamaConfig(**sizes(num_key_value_heads=1)),
