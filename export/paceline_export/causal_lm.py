@@ -81,8 +81,10 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
     try:
         with mode:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (ValueError, KeyError) as error:
-        reason = "its attention cannot be exchanged" if isinstance(error, KeyError) else str(error)
+    except Exception as error:  # a configuration may hold anything, and its model's code may stumble over it anyhow
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
+        if isinstance(error, KeyError):
+            reason = "its attention cannot be exchanged"
         raise CheckpointError(
             f"transformers cannot build a causal language model with an exchangeable attention from a "
             f"{config.model_type!r} configuration: {reason}"

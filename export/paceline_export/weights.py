@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, object]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). {_MEND}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} should hold a JSON object, got {data!r:.80}.")

@@ -112,6 +112,20 @@ class ModelEntry:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
             if getattr(self, field) < 1:
                 raise BundleError(f"{self.path}: {field} must be at least 1, got {getattr(self, field)}.")
+        # Buffers are made from these figures, so they must be those of the graph.
+        cache = (self.kv_dtype, (self.num_kv_heads, self.head_size))
+        past = [spec for spec in self.inputs if spec.name.startswith("past_key_values.")]
+        if len(past) != 2 * self.num_layers or any((spec.dtype, spec.shape[1::2]) != cache for spec in past):
+            raise BundleError(
+                f"{self.path}: the caches among its inputs are not {2 * self.num_layers} of {self.num_kv_heads} heads "
+                f"of size {self.head_size} in {self.kv_dtype}; the manifest contradicts itself. Export it again."
+            )
+        logits = [spec.shape[-1:] for spec in self.outputs if spec.name == "logits"]
+        if logits != [(self.vocab_size,)]:
+            raise BundleError(
+                f"{self.path}: its output 'logits' is not {self.vocab_size} wide; the manifest contradicts itself. "
+                "Export the bundle again."
+            )
 
     @property
     def kv_bytes_per_position(self) -> int:
@@ -155,7 +169,7 @@ class Manifest:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"{MANIFEST_NAME} is not valid JSON ({error}); export the bundle again.") from error
         if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
             raise BundleError(f"{MANIFEST_NAME} has no integer 'format_version'; this is not a paceline bundle.")

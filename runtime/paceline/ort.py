@@ -35,6 +35,14 @@ PROVIDERS = {
     "cpu": Provider("CPUExecutionProvider"),
 }
 
+# Names of dtypes as ONNX Runtime says them.
+_TYPES = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "int32": "tensor(int32)",
+    "int64": "tensor(int64)",
+}
+
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None  # size of the process-wide pool once it exists; 0 is one per physical core
 
@@ -177,8 +185,8 @@ class OrtModel:
             ("input", self.entry.inputs, self.session.get_inputs()),
             ("output", self.entry.outputs, self.session.get_outputs()),
         ):
-            names = [spec.name for spec in specs]
-            if sorted(names) != sorted(value.name for value in found):
+            listed = sorted((spec.name, list(spec.shape), _TYPES.get(spec.dtype)) for spec in specs)
+            if listed != sorted((value.name, value.shape, value.type) for value in found):
                 raise BundleError(
                     f"{root}: the {kind}s of {self.entry.path} are not those of the manifest; export the bundle again."
                 )

@@ -70,7 +70,11 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
             raise BundleError(f"{path} cannot be read as a tokenizer ({error}); export the bundle again.") from error
-        return cls(backend, entry, template.read_text(encoding="utf-8") if template.is_file() else None)
+        try:
+            chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{template} is not UTF-8 ({error}); export the bundle again.") from error
+        return cls(backend, entry, chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens that are written out in it become their ids.

@@ -15,6 +15,7 @@ from paceline.bundle import (
     Manifest,
     ModelEntry,
     SourceEntry,
+    TensorSpec,
     TokenizerEntry,
     file_sha256,
 )
@@ -34,8 +35,11 @@ def make_bundle(root: Path, *, with_draft: bool) -> None:
         (root / name).mkdir()
         (root / name / "model.onnx").write_bytes(name.encode())
         source = SourceEntry("test", "folder", "0" * 64)
+        parts = ("key", "value")
+        past = tuple(TensorSpec(f"past_key_values.0.{part}", "float32", ("batch", 1, "max", 1)) for part in parts)
+        logits = (TensorSpec("logits", "float32", ("batch", "num_logits", width)),)
         return ModelEntry(
-            f"{name}/model.onnx", "ort", "Table", "fp32", None, 1, 1, 1, 64, width, "float32", (), (), source
+            f"{name}/model.onnx", "ort", "Table", "fp32", None, 1, 1, 1, 64, width, "float32", past, logits, source
         )
 
     TOKENIZER._backend.save(str(root / "tokenizer.json"))

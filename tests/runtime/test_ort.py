@@ -278,6 +278,45 @@ def test_graphs_that_are_not_those_of_the_manifest_are_refused(damaged: Path) ->
         paceline.load(damaged)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_layers", 1),
+        ("num_layers", 2**31),
+        ("num_kv_heads", 7),
+        ("head_size", 2**31),
+        ("vocab_size", 2**31),
+        ("kv_dtype", "float16"),
+    ],
+)
+def test_figures_that_contradict_the_graph_are_refused(damaged: Path, field: str, value: object) -> None:
+    rewrite_manifest(damaged, lambda data: data["target"].update({field: value}))
+    with pytest.raises(BundleError, match="the manifest contradicts itself"):
+        paceline.load(damaged)
+
+
+def test_a_manifest_that_agrees_with_itself_but_not_with_its_graph_is_refused(damaged: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["target"]["vocab_size"] = data["target"]["outputs"][0]["shape"][2] = 300
+
+    rewrite_manifest(damaged, change)
+    with pytest.raises(BundleError, match="are not those of the manifest"):
+        paceline.load(damaged)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "", "\ufeff{}", "null"])
+def test_a_manifest_that_is_no_json_object_is_refused(damaged: Path, text: str) -> None:
+    (damaged / MANIFEST_NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(BundleError, match=r"not valid JSON|not a paceline bundle"):
+        paceline.load(damaged)
+
+
+def test_a_chat_template_that_is_not_utf8_is_refused(damaged: Path) -> None:
+    (damaged / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(BundleError, match="is not UTF-8"):
+        paceline.load(damaged)
+
+
 def test_a_graph_that_is_no_graph_is_refused(damaged: Path) -> None:
     path = damaged / "draft/model.onnx"
     path.write_bytes(b"not a graph")

@@ -24,6 +24,7 @@ from paceline.bundle import (
     Manifest,
     ModelEntry,
     SourceEntry,
+    TensorSpec,
     TokenizerEntry,
     file_sha256,
 )
@@ -75,8 +76,11 @@ def write_table_bundle(root: Path, *, draft: bool = True, template: str | None =
         (root / name).mkdir(parents=True)
         (root / name / "model.onnx").write_bytes(name.encode())
         source = SourceEntry(f"tiny-{name}", "folder", "0" * 64)
+        names = (f"past_key_values.{i}.{part}" for i in range(2) for part in ("key", "value"))
+        past = tuple(TensorSpec(cache, "float32", ("batch", 1, "max_length", 8)) for cache in names)
+        logits = (TensorSpec("logits", "float32", ("batch", "num_logits", VOCAB)),)
         return ModelEntry(
-            f"{name}/model.onnx", "ort", "table", "int4", 32, 2, 1, 8, CONTEXT, VOCAB, "float32", (), (), source
+            f"{name}/model.onnx", "ort", "table", "int4", 32, 2, 1, 8, CONTEXT, VOCAB, "float32", past, logits, source
         )
 
     target, draft_model = model("target"), model("draft") if draft else None

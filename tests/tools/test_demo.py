@@ -34,7 +34,7 @@ def test_it_answers_measures_and_compares(
     for found in document["prompts"].values():
         assert found["identical"]
         assert found["speedup"] > 0
-        assert len(found["plain_runs"]) == len(found["speculative_runs"]) == 2
+        assert len(found["plain_runs"]) == len(found["speculative_runs"]) == 4
     assert [path.name for path in tmp_path.glob("figures.json*")] == ["figures.json"]
 
 
