@@ -180,7 +180,7 @@ class Checkpoint:
             with _one_gguf_reader():
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")

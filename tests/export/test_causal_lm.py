@@ -93,7 +93,6 @@ REFUSED = [
     (transformers.Olmo3Config(**sizes()), "by several tables"),
     (transformers.HunYuanDenseV1Config(**sizes(head_dim=16)), "between rotation and attention"),
     (transformers.MixtralConfig(**sizes(num_local_experts=4)), "torch cannot trace MixtralForCausalLM"),
-    (transformers.LlamaConfig(**sizes(num_attention_heads=0, head_dim=16)), "."),
     (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
 ]
 

@@ -241,6 +241,14 @@ def test_weights_of_another_architecture_are_refused(llama: Path, tmp_path: Path
     assert not list(tmp_path.glob("*bundle*"))
 
 
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    with pytest.raises(CheckpointError, match="transformers cannot read this checkpoint"):
+        export(folder, tmp_path / "bundle")
+
+
 def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
     config = json.loads((folder / "config.json").read_text())
