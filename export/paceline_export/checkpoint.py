@@ -22,6 +22,7 @@ from paceline.errors import CheckpointError
 from .source import Source
 
 _CHUNK = 1 << 24  # elements
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _GGUFReader = gguf.GGUFReader
 
 __all__ = ["Checkpoint", "WeightReader"]
@@ -55,10 +56,16 @@ class SafetensorsReader:
         """Shape of the parameter.
 
         Raises:
-            CheckpointError: no file holds it.
+            CheckpointError: no file holds it, or not as a plain floating-point tensor.
         """
         stored = self._stored_name(name)
-        return tuple(self._where[stored].get_slice(stored).get_shape())
+        tensor = self._where[stored].get_slice(stored)
+        if tensor.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
+                "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF file."
+            )
+        return tuple(tensor.get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
@@ -182,6 +189,11 @@ class Checkpoint:
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
+        if not source.gguf_file and getattr(config, "quantization_config", None):
+            raise CheckpointError(
+                f"{source.name}: its weights are quantised already ('quantization_config' in config.json), which is "
+                "not supported: their scales would be lost. Export the unquantised checkpoint, or a GGUF file."
+            )
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")
         path = source.folder / "generation_config.json"

@@ -241,6 +241,28 @@ def test_weights_of_another_architecture_are_refused(llama: Path, tmp_path: Path
     assert not list(tmp_path.glob("*bundle*"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+def test_tensors_that_are_not_plain_floats_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Read as numbers, without the scales that belong to them, they would be other weights; the check would pass."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{name}' is stored as"):
+        export(folder, tmp_path / "bundle")
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantised already"):
+        export(folder, tmp_path / "bundle")
+
+
 def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
     config = json.loads((folder / "config.json").read_text())
