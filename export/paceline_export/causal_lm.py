@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from paceline.errors import CheckpointError
 
 from .attention import ATTENTION_NAME, GraphState, leave_unrotated, tracing
+from .passes.norms import fuse_rms_norms
 
 __all__ = ["OPSET", "Trace", "fake_model", "num_heads_and_size", "trace"]
 
@@ -161,6 +162,10 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
         graph: ir.Model = program.model
         for initializer in graph.graph.initializers.values():
             initializer.const_value = None
+        # Norms first: the optimiser takes an epsilon of 1e-8 or less for an addition of nothing, and drops it.
+        onnxscript.optimizer.inline(graph)
+        onnxscript.optimizer.fold_constants(graph)
+        fuse_rms_norms(graph)
         onnxscript.optimizer.optimize_ir(graph)
     attention_nodes = sum(node.op_type == "GroupQueryAttention" for node in graph.graph)
     if attention_nodes != num_layers:

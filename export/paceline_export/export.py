@@ -35,7 +35,7 @@ from paceline.errors import InvalidInputError, PacelineError
 from .causal_lm import Trace, fake_model, trace
 from .checkpoint import Checkpoint
 from .pair import check_pair, check_widths, token_texts
-from .passes.norms import fuse_norms
+from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
 from .passes.weights import store_weights
 from .quantize import weight_format
@@ -233,7 +233,7 @@ def _export_model(
     stored = weight_format(precision)
     report("trace", 0.0)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
-    fuse_norms(traced.model)
+    fuse_residual_norms(traced.model)
     drop_reshape_pairs(traced.model)
 
     model, _ = fake_model(checkpoint.config, torch.float32)

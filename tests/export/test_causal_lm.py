@@ -12,7 +12,7 @@ from tiny import sizes
 
 from paceline.errors import CheckpointError
 from paceline_export.causal_lm import trace
-from paceline_export.passes.norms import fuse_norms
+from paceline_export.passes.norms import fuse_residual_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
 
 
@@ -40,13 +40,22 @@ def test_inputs_and_outputs_are_those_of_the_contract() -> None:
 
 def test_norms_are_fused_and_reshapes_cancel() -> None:
     model = trace(transformers.LlamaConfig(**sizes()), max_length=64).model
-    assert fuse_norms(model) == 5  # two a layer and the last
+    assert ops(model)["SimplifiedLayerNormalization"] == 5  # two a layer and the last
+    assert fuse_residual_norms(model) == 4
     assert drop_reshape_pairs(model) == 8  # query, key, value and output of both layers
     found = ops(model)
     assert found["SkipSimplifiedLayerNormalization"] == 4
     assert found["SimplifiedLayerNormalization"] == 1
     assert found["GroupQueryAttention"] == 2
     assert found["Reshape"] == found["Pow"] == found["ReduceMean"] == 0
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-8, 1e-12])
+def test_no_epsilon_is_too_small_to_stay(epsilon: float) -> None:
+    """Without it, an all-zero embedding becomes NaN; on other tokens nothing shows."""
+    model = trace(transformers.LlamaConfig(**sizes(rms_norm_eps=epsilon)), max_length=64).model
+    norms = [node for node in model.graph if node.op_type == "SimplifiedLayerNormalization"]
+    assert [node.attributes["epsilon"].as_float() for node in norms] == [pytest.approx(epsilon)] * 5
 
 
 def test_the_lm_head_runs_for_the_wanted_rows_only() -> None:
