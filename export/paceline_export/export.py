@@ -326,7 +326,13 @@ def _end_tokens(tokenizer: Any, settings: Mapping[str, Any], texts: list[str | N
 @contextmanager
 def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when the block ends well, and is removed otherwise."""
+    out = Path(os.path.realpath(out))  # through a link, to the folder that it stands for
     out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.exists():  # an export was killed between taking the old bundle away and putting the new one in place
+        for old in out.parent.glob(f".{glob.escape(out.name)}.replaced-*"):
+            if not _is_running(old.name.rpartition("-")[2]):
+                old.rename(out)
+                break
     for left in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):  # of exports that were killed
         if not _is_running(left.name.rpartition("-")[2]):
             shutil.rmtree(left, ignore_errors=True)
@@ -338,16 +344,17 @@ def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         if out.exists():
             if not overwrite:
                 raise InvalidInputError(f"{out} appeared while the bundle was being written; it is left as it is.")
-            old = out.parent / f".{out.name}.partial-old-{os.getpid()}"
+            old = out.parent / f".{out.name}.replaced-{os.getpid()}"
             out.rename(old)
             folder.rename(out)
             shutil.rmtree(old)
         else:
             folder.rename(out)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
         free = shutil.disk_usage(out.parent).free
+        short_write = error.errno is None and free < 1 << 20  # as numpy says it
+        if error.errno != errno.ENOSPC and not short_write:
+            raise
         raise PacelineError(
             f"The disk is full: {free / 1e9:.1f} GB are left at {out.parent}. Nothing was kept; free some space and "
             "export again."

@@ -289,6 +289,33 @@ def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+def test_a_short_write_on_a_full_disk_says_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*args: Any, **kwargs: Any) -> None:
+        raise OSError("6144 requested and 0 written")  # numpy's error, without an errno
+
+    monkeypatch.setattr("paceline_export.export.ir.save", short)
+    monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    with pytest.raises(PacelineError, match="disk is full"):
+        export(llama, tmp_path / "bundle")
+
+
+def test_overwrite_through_a_link_replaces_the_folder_behind_it(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "bundle", max_length=64)
+    (tmp_path / "link").symlink_to("bundle")
+    export(llama, tmp_path / "link", max_length=128, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert Bundle.open(tmp_path / "bundle").manifest.target.max_length == 128
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
+
+
+def test_a_kill_while_bundles_are_swapped_loses_neither(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "bundle", max_length=64)
+    (tmp_path / "bundle").rename(tmp_path / ".bundle.replaced-999999999")  # what the kill leaves behind
+    with pytest.raises(InvalidInputError, match="appeared while"):
+        export(llama, tmp_path / "bundle", max_length=128)
+    assert Bundle.open(tmp_path / "bundle", verify_hashes=True).manifest.target.max_length == 64
+
+
 def test_a_killed_export_leaves_no_bundle_and_a_rerun_succeeds(llama: Path, tmp_path: Path) -> None:
     code = f"""
         import os, signal
