@@ -253,7 +253,7 @@ def _export_model(
         stored,
         block_size,
         embedding=traced.embedding,
-        constants=traced.rotary_tables,
+        constants=traced.constants,
         on_weight=on_weight,
     )
     report("write", 0.8)
