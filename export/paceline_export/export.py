@@ -98,13 +98,12 @@ def export_bundle(
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
     Raises:
-        InvalidInputError: an argument out of its range, or `out` exists.
+        InvalidInputError: an argument of a wrong type or out of its range, or `out` exists or cannot be made.
         CheckpointError: a model that cannot be exported, with the reason.
         IncompatiblePairError: the draft's tokenizer is not the target's.
         PacelineError: the disk is full.
     """
     started = time.perf_counter()
-    out = Path(out)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -114,6 +113,7 @@ def export_bundle(
         block_size=block_size,
         overwrite=overwrite,
     )
+    out = Path(out)
     precisions = {"target": precision, "draft": draft_precision or precision}
     report = on_progress or (lambda stage, done: None)
 
@@ -175,7 +175,7 @@ def export_bundle(
 
 
 def check_arguments(
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     has_draft: bool,
     precision: str,
@@ -187,8 +187,21 @@ def check_arguments(
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
 
     Raises:
-        InvalidInputError: an argument out of its range, one that cannot be honoured, or `out` exists.
+        InvalidInputError: an argument of a wrong type or out of its range, one that cannot be honoured, or `out` exists
+            or cannot be made.
     """
+    for name, value, kinds in (
+        ("out", out, (str, os.PathLike)),
+        ("has_draft", has_draft, (bool,)),
+        ("precision", precision, (str,)),
+        ("draft_precision", draft_precision, (str, type(None))),
+        ("max_length", max_length, (int, type(None))),
+        ("block_size", block_size, (int,)),
+        ("overwrite", overwrite, (bool,)),
+    ):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise InvalidInputError(f"{name} must be of type {expected}, got {value!r:.80}.")
     weight_format(precision)
     if draft_precision is not None:
         weight_format(draft_precision)
@@ -198,12 +211,38 @@ def check_arguments(
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
         raise InvalidInputError(f"max_length must be at least 2 positions, got {max_length}.")
-    if not out.exists():
-        return
-    if not overwrite:
-        raise InvalidInputError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
-    if not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidInputError(f"{out} is not a bundle, so it is not replaced; choose another folder.")
+    _check_out(out, overwrite)
+
+
+def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
+    """Check that `out` is free, or may be replaced, and that a folder can be made beside it: by making one."""
+    text = os.fspath(out)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInputError(f"out must be the path of a folder, got {text!r:.80}.")
+    out = Path(text)
+    if out.is_symlink() and not out.exists():
+        raise InvalidInputError(
+            f"{out} is a link to {os.readlink(out)}, which does not exist; remove the link, or name the folder itself."
+        )
+    if os.path.lexists(out):
+        if not overwrite:
+            raise InvalidInputError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
+        if not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
+            raise InvalidInputError(f"{out} is not a bundle, so it is not replaced; choose another folder.")
+    real = Path(os.path.realpath(out))
+    above = next(folder for folder in (*real.parents, real) if os.path.lexists(folder))
+    if not above.is_dir():
+        raise InvalidInputError(f"{out} cannot be made: {above} is no folder; choose another place.")
+    try:
+        trial = above / f".{real.name}.partial-{os.getpid()}"
+        trial.mkdir()
+        trial.rmdir()
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InvalidInputError(
+            f"{out} cannot be made: no folder can be made in {above} ({error.strerror}); choose another place."
+        ) from error
 
 
 def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:

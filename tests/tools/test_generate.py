@@ -134,6 +134,8 @@ def test_a_stop_string_cuts_the_text(invoke: Invoke, table_bundle: Path) -> None
         (["--prompt", "a", "--top-k", "-1"], "top_k must be"),
         (["--prompt", "a", "--top-p", "0"], "top_p must be"),
         (["--prompt", "a", "--seed", "-1"], "seed must be"),
+        (["--prompt", "a", "--threads", "0"], "0 is not in the range 1<=x<=1024"),
+        (["--prompt", "a", "--threads", "1000000"], "1000000 is not in the range 1<=x<=1024"),
         (["--prompt", "a", "--stop", ""], "stop must be"),
         (["--prompt", "a", "--stop-token-id", "999"], "stop_token_ids holds id 999"),
         (["--prompt", "a", "--prompt-file", __file__], "exclude each other"),
