@@ -244,3 +244,23 @@ def test_a_process_separates_its_streams(tmp_path: object) -> None:
 
 def test_the_group_has_no_command_beyond_its_table() -> None:
     assert cli.list_commands(click.Context(cli)) == list(COMMANDS)
+
+
+def test_sigterm_clears_away_what_an_export_was_writing(tmp_path: Path) -> None:
+    export = f"""
+import os, pathlib, signal
+from paceline_export import export, source
+source.resolve = lambda *args, **options: None
+def work(*args, **options):
+    with export._partial_folder(pathlib.Path({str(tmp_path / "bundle")!r}), overwrite=False) as folder:
+        (folder / "model.onnx").write_text("half")
+        os.kill(os.getpid(), signal.SIGTERM)
+export.export_bundle = work
+import sys
+sys.argv = ["paceline", "export", "--target", "x", "-o", {str(tmp_path / "bundle")!r}]
+from paceline_tools.__main__ import main
+main()
+"""
+    process = subprocess.run([sys.executable, "-c", export], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 143, process.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 
 __all__ = ["main"]
+
+TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> None:
@@ -21,6 +24,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks
+    # Without a handler the process would end at once, and leave what it was writing half-written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     cli(prog_name="paceline")
 
 

@@ -1,7 +1,8 @@
 """The `paceline` command: a group whose commands are imported when they run or their help is asked for.
 
 Exit codes: 0 done; 1 failed: any other `PacelineError` or an `OSError`; 2 a usage error, click's or
-`paceline.errors.InvalidInputError`; 130 ended by Ctrl-C.
+`paceline.errors.InvalidInputError`; 130 ended by Ctrl-C,
+143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def cli() -> None:
     A bundle is the folder that `paceline export` writes. `paceline COMMAND --help` explains a command.
 
     Exit codes: 0 done; 1 failed, as when a bundle, source or download is missing or damaged, a check finds a
-    difference, or the disk is full; 2 wrong usage, or an argument or input that cannot be honoured; 130 Ctrl-C.
+    difference, or the disk is full; 2 wrong usage, or an argument or input that cannot be honoured; 130 Ctrl-C;
+    143 SIGTERM.
     """
     # Warnings of paceline are for whoever runs it; those of torch and its exporter are for its developers.
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
