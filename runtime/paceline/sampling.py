@@ -144,6 +144,7 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     with np.errstate(over="ignore"):  # a hugely negative logit at a small temperature is minus infinity
         if params.temperature != 1:
             weights *= min(1 / params.temperature, _MAX_SCALE)
+    exponents = weights.copy() if params.typical_p < 1 else weights
     np.exp(weights, out=weights)  # the largest weight is 1
 
     total = float(_block_sums(weights).sum())
@@ -152,7 +153,10 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     if params.min_p > 0:
         weights, total, ids = _keep(np.flatnonzero(weights >= params.min_p), weights, ids)
     if params.typical_p < 1:
-        weights, total, ids = _keep(typical_indices(weights, total, params.typical_p), weights, ids)
+        if len(exponents) > len(weights):  # a cut came before, so few are left
+            with np.errstate(divide="ignore"):
+                exponents = np.log(weights)
+        weights, total, ids = _keep(typical_indices(exponents, weights, total, params.typical_p), weights, ids)
     weights /= total
     if ids is None:
         return weights
