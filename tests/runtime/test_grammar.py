@@ -47,6 +47,15 @@ SCHEMA: dict[str, Any] = {
 COMPACT = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "greedy model": {"draft_sampling": SamplingParams()},
+    # It leaves the grammar, and goes on behind an end.
+    "script": {"new_drafter": lambda: ScriptedDrafter([*ids("pabx01"), EOS, EOS])},
+    "wild script": {"new_drafter": lambda: ScriptedDrafter([*ids("p01"), EOS, *ids("zz")])},
+}
+
+
 def decoder(seed: int = 0) -> SpeculativeDecoder:
     target, draft = (TableModel.random(VOCAB, seed=seed + i, order=1, max_length=160) for i in (0, 100))
     return SpeculativeDecoder(target, draft, TOKENIZER, VOCAB, TOKENIZER.eos_token_ids)
@@ -118,19 +127,14 @@ def test_any_json_object() -> None:
     assert allowed(constraint, ids('{"a": [1, {"b": null}]}')) == [EOS]
 
 
-@pytest.mark.parametrize("drafts", ["model", "greedy model", "script"])
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
 def test_the_law_is_that_of_plain_decoding(num_draft_tokens: int, rule: str, drafts: str) -> None:
     constraint = GrammarConstraint.from_regex(TOKENIZER, "(abc|ab)?x?01?(z|ab)?")
     target, draft = (TableModel.random(VOCAB, seed=seed, order=1, dtype=np.float64) for seed in (1, 2))
     prompt = ids("p")
-    options: dict[str, Any] = {
-        "model": {},
-        "greedy model": {"draft_sampling": SamplingParams()},
-        # It leaves the grammar, stays in it, and goes on behind an end.
-        "script": {"new_drafter": lambda: ScriptedDrafter([*ids("pabx01"), EOS, EOS])},
-    }[drafts]
+    options = DRAFTS[drafts]
     common: dict[str, Any] = {"constraint": constraint, "end_token_ids": frozenset([EOS])}
     plain = enumerate_law(target, prompt, 4, SamplingParams(1.0), **common)
     law = enumerate_law(
