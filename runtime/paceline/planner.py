@@ -151,8 +151,10 @@ class Planner:
 
     def worth_drawing(self, confidence: float) -> bool:
         """Whether to draw the next token, whose distribution has its maximum at `confidence`; it is then drafted."""
-        survival = self._survival * self._classes[bisect_right(_CONFIDENCES, confidence)].mean
+        acceptance = self._classes[bisect_right(_CONFIDENCES, confidence)].mean
+        survival = self._survival * acceptance
         if not (self._probing or self._worth(survival, steps=0)):
+            self._text.add(acceptance, 1)  # as good as judged: a step that brought nothing must not go unnoticed
             return False
         self._survival = survival
         self._confidences.append(confidence)
