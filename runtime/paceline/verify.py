@@ -188,7 +188,8 @@ def verify_block(
         else:
             over = _excess(rows[num_accepted], draft_probs[num_accepted], tokens[num_accepted], scale)
             probability = _block_acceptance(scale, float(over.sum()))
-        if chance.happens(probability, position + num_accepted - 1, Purpose.ACCEPT):
+        # The next round judges the positions behind the prefix again: their numbers must not have decided this one.
+        if chance.happens(probability, position + num_accepted - 1, Purpose.ACCEPT, round_start=position):
             break
     else:
         num_accepted = 0

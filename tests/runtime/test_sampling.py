@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidInputError, ModelOutputError
 from paceline.sampling import FloatArray, SamplingParams, distribution, greedy_token, sample
 
-from .conftest import naive_distribution_of
+from .reference import naive_distribution_of
 
 VOCAB = 151_936
 
