@@ -23,8 +23,9 @@ __all__ = ["FloatArray", "SamplingParams", "distribution", "greedy_token", "samp
 # Entries that are summed in the logits' own precision; the sums of blocks are added in float64. A float32 running sum
 # over a whole vocabulary would swallow increments below its rounding and draw wrong tokens from flat distributions.
 _BLOCK = 512
-# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32.
-_MAX_SCALE = 1e38
+# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32. A smaller
+# one than the least would be 0 in float32, and minus infinity times 0 is NaN.
+_MIN_SCALE, _MAX_SCALE = 2e-38, 1e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     weights = (logits if ids is None else logits[ids]) - largest  # [vocab] or [top_k]
     with np.errstate(over="ignore"):  # a hugely negative logit at a small temperature is minus infinity
         if params.temperature != 1:
-            weights *= min(1 / params.temperature, _MAX_SCALE)
+            weights *= min(max(1 / params.temperature, _MIN_SCALE), _MAX_SCALE)
     np.exp(weights, out=weights)  # the largest weight is 1
 
     total = float(_block_sums(weights).sum())
