@@ -133,8 +133,9 @@ def reference_law(
         for text in [text for text in law if len(text) == length and not setting.ends & set(text)]:
             reached = law.pop(text)
             logits = target.next_logits([*prompt, *text])[:vocab].astype(np.float64).tolist()
-            probs, nearest = naive_cuts(naive_logits(logits, prompt, text, setting), setting.params)
-            assert not np.isnan(probs).any(), f"nothing is left behind {text}"
+            row = naive_logits(logits, prompt, text, setting)
+            assert max(row) > -math.inf, f"nothing is left behind {text}"
+            probs, nearest = naive_cuts(row, setting.params)
             margin = min(margin, nearest)
             law |= {(*text, token): reached * p for token, p in enumerate(probs) if p > 0}
     return law, margin
