@@ -144,3 +144,19 @@ def test_case_25_one_ulp_between_the_rows_costs_no_more_than_it_is() -> None:
         for one, two in ((row, other), (other, row)):
             for rule in ("token", "block"):
                 assert mean_accepted(rule, fixed(one), fixed(two), 3, 3) == pytest.approx(3, abs=1e-12)
+
+
+def test_case_25_a_broken_draft_row_makes_no_prefix_stand() -> None:
+    """NaN in a row accepts nothing, and where nothing sound is left the target's row is drawn from."""
+    target, draft = fixed([0.5, 0.25, 0.25]), [np.array([0.5, 0.25, 0.25]), np.array([0.5, math.nan, 0.5])]
+    for rule in ("token", "block"):
+        law: dict[tuple[int, ...], float] = {}
+
+        def run(chance: Chance, rule: str = rule) -> Any:
+            verdict = VERIFICATION_RULES[rule]([0, 1], draft, lambda row: target(()), chance, 0)
+            return verdict.num_accepted, verdict.next_token
+
+        for verdict, probability in every_way(run):
+            law[verdict] = law.get(verdict, 0) + probability
+        accepted = 1 if rule == "token" else 0
+        assert law == pytest.approx({(accepted, 0): 0.5, (accepted, 1): 0.25, (accepted, 2): 0.25})

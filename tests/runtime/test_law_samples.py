@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -149,29 +148,3 @@ def test_no_random_number_decides_twice(monkeypatch: pytest.MonkeyPatch, name: s
                 )
             )
             assert len(set(used)) == len(used)
-
-
-def test_case_26_the_seed_decides_the_text() -> None:
-    target, draft = TableModel.random(5, seed=0), TableModel.random(5, seed=100)
-    decoder = SpeculativeDecoder(target, draft, None, 5)
-
-    def text(seed: int | None) -> tuple[int, ...]:
-        generation = decoder.generate(PROMPT, SamplingParams(1.0, seed=seed), max_new_tokens=20)
-        return tuple(token for step in generation for token in step.token_ids)
-
-    texts = [text(seed) for seed in range(100)]
-    assert len(set(texts)) > 95
-    assert texts == [text(seed) for seed in range(100)]
-    assert text(None) != text(None)
-
-
-def test_case_26_interleaved_generations_do_not_touch_each_other() -> None:
-    target, draft = TableModel.random(5, seed=0), TableModel.random(5, seed=100)
-    decoder = SpeculativeDecoder(target, draft, None, 5)
-    alone = [list(decoder.generate(PROMPT, SamplingParams(1.0, seed=seed), max_new_tokens=30)) for seed in (1, 2)]
-    one, two = (decoder.generate(PROMPT, SamplingParams(1.0, seed=seed), max_new_tokens=30) for seed in (1, 2))
-    steps: list[list[Any]] = [[], []]
-    for pair in itertools.zip_longest(one, two):
-        for kept, step in zip(steps, pair, strict=True):
-            kept += [step] if step else []
-    assert steps == alone
