@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from paceline.decoder import SpeculativeDecoder
 from paceline.sampling import SamplingParams
 from paceline.testing import TableModel, enumerate_law
 
-from .law_cases import DRAFTS, FOUR, PROMPT, RULES, ReducedTable, TableDrafter, decoder_law, law_of, table
+from .law_cases import DRAFTS, FOUR, PROMPT, RULES, ReducedTable, TableDrafter, allowed, decoder_law, law_of, table
 from .reference import Law, Setting, reference_law, total_variation
 
 
@@ -164,3 +165,40 @@ def test_case_32_another_draft_temperature_changes_only_how_much_is_accepted() -
         for rate, params in {"same": SamplingParams(1.0), "hotter": SamplingParams(3.0)}.items()
     }
     assert total_variation(law["same"], law["hotter"]) < 1e-9
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_in_float32_the_law_holds_up_to_its_rounding(name: str) -> None:
+    target, draft = TableModel.random(4, seed=11), TableModel.random(4, seed=111)
+    expected, margin = reference_law(target, PROMPT, 3, FOUR[name])
+    assert margin > 1e-5
+    for rule in RULES:
+        law = law_of(target, 3, FOUR[name], num_draft_tokens=2, draft=draft, rule=rule)
+        assert total_variation(law, expected) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_constraint_is_asked_only_behind_what_it_allows(rule: str, temperature: float) -> None:
+    """A grammar need not know what follows a text that it forbids, or one that has ended."""
+    setting = Setting(SamplingParams(temperature, min_new_tokens=1), frozenset({3}), allowed)
+    asked: set[tuple[int, ...]] = set()
+
+    def watched(new: tuple[int, ...]) -> set[int] | None:
+        for place, token in enumerate(new):
+            before = allowed(new[:place])
+            assert before is None or token in before, f"{new} is no text"
+        assert 3 not in new
+        asked.add(new)
+        return allowed(new)
+
+    for drafts in DRAFTS.values():
+        law_of(
+            table(4, 1),
+            4,
+            replace(setting, allowed=watched),
+            num_draft_tokens=3,
+            rule=rule,
+            **drafts(4, 101),
+        )
+    assert any(len(new) == 3 for new in asked)

@@ -118,7 +118,8 @@ def test_case_11_ids_text_and_logprobs_are_cut_as_in_plain_decoding(
     """A drafter of fixed proposals draws plain decoding's numbers, so the whole outcome is the same."""
     decoder = SpeculativeDecoder(model, None, TOKENIZER, TOKENIZER.vocab_size, (EOS,))
     half = [token if i % 4 else 7 for i, token in enumerate(ids)]
-    for sampling, script in itertools.product((SamplingParams(), SamplingParams(0.7, seed=4)), (ids, half)):
+    late = SamplingParams(min_new_tokens=6)
+    for sampling, script in itertools.product((SamplingParams(), SamplingParams(0.7, seed=4), late), (ids, half)):
         arguments: dict[str, Any] = {"max_new_tokens": len(ids) - 1, "logprobs": 2, **CUTS[cut]}
         plain = outcome(decoder.generate(">", sampling, **arguments))
         drafted = decoder.generate(
@@ -128,7 +129,8 @@ def test_case_11_ids_text_and_logprobs_are_cut_as_in_plain_decoding(
         assert plain[3] is not None
         assert len(plain[3]) == len(plain[0]) < len(ids)
         assert all(len(entry.top) == 2 for entry in plain[3])
-        if "stop" in arguments:
+        assert len(plain[0]) >= sampling.min_new_tokens
+        if "stop" in arguments and sampling is not late:
             assert plain[2] == "stop"
 
 
