@@ -56,9 +56,14 @@ THREE = {
 }
 
 
+SIZES = [(3, 3), (4, 3), (5, 2), (6, 1)]
+
+
 @pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("name", THREE)
-@pytest.mark.parametrize(("vocab", "num_draft_tokens"), [(3, 3), (3, 4), (4, 3), (5, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("vocab", "num_draft_tokens", "name"),
+    [(*size, name) for size in SIZES for name in THREE] + [(3, 4, name) for name in ("cuts", "ends", "constraint")],
+)
 def test_the_law_is_the_targets_for_every_width_and_length(
     vocab: int, num_draft_tokens: int, name: str, drafts: str
 ) -> None:
