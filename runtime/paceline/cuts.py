@@ -54,17 +54,22 @@ def top_p_indices(weights: FloatArray, total: float, top_p: float) -> NDArray[np
     return candidates[np.concatenate((higher, chosen))]
 
 
-def typical_indices(weights: FloatArray, total: float, typical_p: float) -> NDArray[np.intp]:
+def typical_indices(exponents: FloatArray, weights: FloatArray, total: float, typical_p: float) -> NDArray[np.intp]:
     """Indices of the tokens whose surprise is nearest to the entropy, until their sum is at least `typical_p * total`.
 
     Locally typical sampling, Meister et al. 2022 (arXiv 2202.00666): with probs = weights / total and entropy
     H = -Σ probs · log(probs), tokens are taken in the order of |-log(probs) - H|.
+
+    Args:
+        exponents: natural logarithms of `weights`, at most 0.
+        weights: float `[tokens]`; the largest is 1.
+        total: their sum.
+        typical_p: between 0 and 1.
     """
+    finite = np.maximum(exponents, -1e4)  # where the weight is 0, 0 · infinity would be NaN
+    entropy = math.log(total) - float((weights * finite).sum(dtype=np.float64)) / total
+    distance = np.abs(np.asarray(math.log(total) - entropy, weights.dtype) - finite)
     probs = weights / total
-    with np.errstate(divide="ignore", invalid="ignore"):
-        surprise = -np.log(probs)  # infinite where nothing is left
-        entropy = float(np.nansum(probs * surprise, dtype=np.float64))  # 0 · infinity is NaN and counts nothing
-    distance = np.abs(surprise - np.asarray(entropy, surprise.dtype))
     # Tokens below the floor together fall short of 1 - typical_p. Where the floor is farther from the entropy than a
     # certain token (surprise 0) is, all others come before them.
     floor = (1 - typical_p) / len(probs)

@@ -273,8 +273,8 @@ def _share_pool(ort: Any, threads: int | None) -> None:
     Two sessions with pools of their own fight for the cores, since idle threads spin: the pair runs 1.6 times slower.
     """
     global _pool_threads
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise InvalidInputError(f"threads must be an integer of at least 1, got {threads!r:.80}.")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1024):
+        raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {threads!r:.80}.")
     with _pool_lock:
         if _pool_threads is None:
             try:

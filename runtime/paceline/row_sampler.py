@@ -108,9 +108,10 @@ class RowSampler:
             forced = int(allowed.argmax())
         else:
             return None
-        # What contradicts another parameter or the constraint is left to `adjusted`, which says so.
-        contradicted = forced in self._forbidden(tokens, drafted) or not (allowed is None or allowed[forced])
-        return None if contradicted else forced
+        # What contradicts the constraint or another parameter is left to `adjusted`, which says so.
+        if allowed is not None and not allowed[forced]:
+            return None
+        return None if forced in self._forbidden(tokens, drafted) else forced
 
     def adjusted(
         self, logits: FloatArray, tokens: Sequence[int], drafted: Sequence[int], model: str = "target"

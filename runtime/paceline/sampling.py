@@ -145,6 +145,7 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     with np.errstate(over="ignore"):  # a hugely negative logit at a small temperature is minus infinity
         if params.temperature != 1:
             weights *= min(max(1 / params.temperature, _MIN_SCALE), _MAX_SCALE)
+    exponents = weights.copy() if params.typical_p < 1 else weights
     np.exp(weights, out=weights)  # the largest weight is 1
 
     total = float(_block_sums(weights).sum())
@@ -153,7 +154,11 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     if params.min_p > 0:
         weights, total, ids = _keep(np.flatnonzero(weights >= params.min_p), weights, ids)
     if params.typical_p < 1:
-        weights, total, ids = _keep(typical_indices(weights, total, params.typical_p), weights, ids)
+        # A cut came before, so few are left; one that kept all may have put them in another order.
+        if params.top_p < 1 or len(exponents) > len(weights):
+            with np.errstate(divide="ignore"):
+                exponents = np.log(weights)
+        weights, total, ids = _keep(typical_indices(exponents, weights, total, params.typical_p), weights, ids)
     weights /= total
     if ids is None:
         return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import sys
@@ -13,15 +14,18 @@ import click
 
 import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
+from paceline.constraint import Constraint
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
+from paceline.grammar import GrammarConstraint
 
+from .arguments import FOLDER, THREADS
 from .tables import duration, number, percent
 
 __all__ = ["command", "stats_text"]
 
 
 @click.command("generate")
-@click.argument("bundle", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("bundle", metavar="DIR", type=FOLDER)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
 @click.option(
     "--prompt-file",
@@ -44,7 +48,14 @@ __all__ = ["command", "stats_text"]
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
 @click.option("--stop-token-id", metavar="ID", type=int, multiple=True, help="An id that ends it. May be repeated.")
-@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option(
+    "--json-schema",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Write JSON that this schema accepts.",
+)
+@click.option("--regex", metavar="PATTERN", help="Write text that matches this regular expression as a whole.")
+@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 @click.pass_context
@@ -63,6 +74,8 @@ def command(
     max_new_tokens: int,
     stop: tuple[str, ...],
     stop_token_id: tuple[int, ...],
+    json_schema: Path | None,
+    regex: str | None,
     threads: int | None,
     show_stats: bool,
     as_json: bool,
@@ -74,10 +87,17 @@ def command(
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a chat; give --chat too.")
     text = _prompt(prompt, prompt_file)
-    for option, value in (("--prompt", text), ("--system", system or ""), *(("--stop", one) for one in stop)):
+    for option, value in (
+        ("--prompt", text),
+        ("--system", system or ""),
+        ("--regex", regex or ""),
+        *(("--stop", one) for one in stop),
+    ):
         _check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
+    if json_schema is not None and regex is not None:
+        raise click.UsageError("--json-schema and --regex exclude each other; give one of them.")
     if temperature > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -92,6 +112,7 @@ def command(
         num_draft_tokens=draft_tokens,
         stop=stop,
         stop_token_ids=stop_token_id,
+        constraint=_constraint(decoder, json_schema, regex),
     )
     settings = {
         "bundle": str(bundle),
@@ -101,6 +122,8 @@ def command(
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
         "stop_token_ids": list(stop_token_id),
+        "json_schema": None if json_schema is None else str(json_schema),
+        "regex": regex,
         "threads": threads,
     }
     interrupted = _stream(generation, silent=as_json)
@@ -121,9 +144,16 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None and _is_terminal():
         raise click.UsageError("There is no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it into stdin.")
     if prompt_file is None or str(prompt_file) == "-":
-        where, data = "stdin", sys.stdin.buffer.read()
+        where, read = "stdin", _read_stdin
     else:
-        where, data = str(prompt_file), prompt_file.read_bytes()
+        where, read = str(prompt_file), prompt_file.read_bytes
+    try:
+        data = read()
+    except OSError as error:
+        raise click.ClickException(
+            f"The prompt cannot be read from {where} ({error.strerror or error}); give --prompt TEXT, or another "
+            "--prompt-file."
+        ) from error
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -134,7 +164,13 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _is_terminal() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:  # as after `<&-`
+        raise OSError(errno.EBADF, "it is closed")
+    return sys.stdin.buffer.read()
 
 
 def _check_text(option: str, text: str) -> None:
@@ -149,6 +185,19 @@ def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> lis
     assert decoder.tokenizer is not None  # load() always gives one
     messages = [{"role": "system", "content": system}] if system is not None else []
     return decoder.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def _constraint(decoder: SpeculativeDecoder, json_schema: Path | None, regex: str | None) -> Constraint | None:
+    assert decoder.tokenizer is not None  # load() always gives one
+    if regex is not None:
+        return GrammarConstraint.from_regex(decoder.tokenizer, regex)
+    if json_schema is None:
+        return None
+    try:
+        schema = json_schema.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"The JSON schema {json_schema} is not UTF-8 at byte {error.start}.") from error
+    return GrammarConstraint.from_json_schema(decoder.tokenizer, schema)
 
 
 def _stream(generation: Generation, *, silent: bool) -> bool:
