@@ -15,6 +15,7 @@ import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 
+from .sampling_options import sampling_options
 from .tables import duration, number, percent
 
 __all__ = ["command", "stats_text"]
@@ -37,9 +38,7 @@ __all__ = ["command", "stats_text"]
     help=f"Tokens to draft per round; 0 is plain decoding.  [default: {DEFAULT_NUM_DRAFT_TOKENS}, or 0 without a draft"
     " model]",
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the most probable tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability; 1 keeps all.")
+@sampling_options(temperature=0.0)
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
@@ -50,15 +49,13 @@ __all__ = ["command", "stats_text"]
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     bundle: Path,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
     system: str | None,
     draft_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
     seed: int | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
@@ -66,6 +63,7 @@ def command(
     threads: int | None,
     show_stats: bool,
     as_json: bool,
+    **knobs: Any,
 ) -> None:
     """Generate text with the bundle in DIR.
 
@@ -78,9 +76,9 @@ def command(
         _check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
-    if temperature > 0 and seed is None:
+    if knobs["temperature"] > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = SamplingParams(**knobs, seed=seed)
 
     decoder = paceline.load(bundle, threads=threads)
     if draft_tokens is None:
