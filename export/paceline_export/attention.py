@@ -35,8 +35,7 @@ class GraphState:
     past_values: list[torch.Tensor]
     seqlens_k: torch.Tensor  # int32 [batch]: valid length after this step, less one
     total_sequence_length: torch.Tensor  # int32 scalar: largest valid length after this step
-    cos: torch.Tensor  # [max_length, head_size / 2]
-    sin: torch.Tensor
+    rotary_tables: list[tuple[torch.Tensor, torch.Tensor]]  # cos and sin of each layer, [max_length, head_size / 2]
     rotary_interleaved: bool
     # What the layer at hand rotates before it attends; None where it skips the rotation, as some architectures do.
     rotated: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -130,7 +129,7 @@ def group_query_attention(
                 "here; this architecture is not supported."
             )
         state.rotated = None
-        tables = (state.cos, state.sin)
+        tables = state.rotary_tables[layer]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(state.rotary_interleaved)}
     if sliding_window is not None:
         attributes["local_window_size"] = int(sliding_window)

@@ -38,7 +38,7 @@ from paceline.errors import CheckpointError
 from .attention import ATTENTION_NAME, GraphState, leave_unrotated, tracing
 from .passes.norms import fuse_rms_norms
 
-__all__ = ["OPSET", "Trace", "fake_model", "num_heads_and_size", "trace"]
+__all__ = ["OPSET", "Trace", "check_architecture", "fake_model", "num_heads_and_size", "trace"]
 
 OPSET = 21
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -53,7 +53,8 @@ class Trace:
     Attributes:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
         embedding: name of the parameter that input ids are looked up in.
-        rotary_tables: values of the initializers `rotary.cos` and `rotary.sin`, `[max_length, head_size / 2]`.
+        constants: values of initializers that no checkpoint holds: tables of rotation, `[max_length, head_size / 2]`,
+            and fixed factors.
     """
 
     model: ir.Model
@@ -62,7 +63,7 @@ class Trace:
     head_size: int
     vocab_size: int
     embedding: str
-    rotary_tables: dict[str, torch.Tensor]
+    constants: dict[str, torch.Tensor]
 
 
 def num_heads_and_size(config: PreTrainedConfig) -> tuple[int, int]:
@@ -108,11 +109,12 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
     torch_dtype = _DTYPES[dtype]
     model, mode = fake_model(config, torch_dtype)
     modeling = importlib.import_module(type(model).__module__)
-    rotary_tables, interleaved = _rotary_tables(config, model, modeling, max_length, torch_dtype)
+    factors = _fixed_factors(model)
+    rotation = _rotation(config, model, modeling, max_length, torch_dtype)
     num_layers = config.num_hidden_layers
     kv_heads, head_size = num_heads_and_size(config)
     with mode:
-        graph_model = _GraphModel(model, rotary_tables, interleaved)
+        graph_model = _GraphModel(model, rotation)
         batch, rows, length = 2, 3, 64  # none of them 0 or 1, which torch.export would take for constants
         past = [torch.zeros(batch, kv_heads, length, head_size, dtype=torch_dtype) for _ in range(2 * num_layers)]
         arguments = (
@@ -181,20 +183,20 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
     vocab_size = graph.graph.outputs[0].shape[2]
     table = cast(PreTrainedModel, model).get_input_embeddings()
     embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
-    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotary_tables)
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotation.tables | factors)
 
 
 class _GraphModel(torch.nn.Module):
     """The forward that is traced. Parameters keep the checkpoint's names, so the model is not a submodule."""
 
-    def __init__(self, model: torch.nn.Module, rotary_tables: dict[str, torch.Tensor], interleaved: bool) -> None:
+    def __init__(self, model: torch.nn.Module, rotation: _Rotation) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self.rotary = torch.nn.Module()
-        for name, table in rotary_tables.items():
+        for name, table in rotation.tables.items():
             self.rotary.register_buffer(name.removeprefix("rotary."), torch.empty_like(table, device="cpu"))
-        self._call = (model, interleaved)  # inside a tuple, which torch does not register
+        self._call = (model, rotation)  # inside a tuple, which torch does not register
 
     def forward(
         self,
@@ -205,15 +207,14 @@ class _GraphModel(torch.nn.Module):
         past_keys: list[torch.Tensor],
         past_values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        model, interleaved = self._call
+        model, rotation = self._call
         state = GraphState(
             past_keys,
             past_values,
             seqlens_k,
             total_sequence_length,
-            self.rotary.get_buffer("cos"),
-            self.rotary.get_buffer("sin"),
-            interleaved,
+            [(self.rotary.get_buffer(f"cos{kind}"), self.rotary.get_buffer(f"sin{kind}")) for kind in rotation.layers],
+            rotation.interleaved,
         )
         # The operator counts positions by itself; these are for whatever else depends on them, else they fall away.
         rows = input_ids.shape[1]
@@ -228,17 +229,56 @@ class _GraphModel(torch.nn.Module):
         return output.logits.to(torch.float32), state.present_keys, state.present_values
 
 
-def _rotary_tables(
-    config: PreTrainedConfig, model: torch.nn.Module, modeling: Any, max_length: int, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], bool]:
-    """Cosine and sine of every position, and whether pairs are interleaved, found out by trying the rotation."""
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """How a model places its tokens.
+
+    Attributes:
+        tables: `rotary.cos` and `rotary.sin`; of models that rotate some layers otherwise, one pair for each kind of
+            layer, named `rotary.cos_KIND`.
+        layers: what the names of each layer's tables end with.
+        interleaved: whether pairs are neighbours.
+    """
+
+    tables: dict[str, torch.Tensor]
+    layers: tuple[str, ...]
+    interleaved: bool
+
+
+def check_architecture(config: PreTrainedConfig) -> torch.nn.Module:
+    """Check what can be told without a trace, in a second or two; returns the model, without weights.
+
+    Raises:
+        CheckpointError: the architecture cannot be expressed, with the reason.
+    """
+    model, _ = fake_model(config, torch.float32)
+    _fixed_factors(model)
+    _rotation(config, model, importlib.import_module(type(model).__module__), 8, torch.float32)
+    return model
+
+
+def _fixed_factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are computed when the model is built: factors whose number stands beside them, as Gemma's."""
     stored = set(model.state_dict())
-    for name, _ in model.named_buffers():
-        if name not in stored and "rotary_emb" not in name:
+    factors = {}
+    for name, buffer in model.named_buffers():
+        if name in stored or "rotary_emb" in name:
+            continue
+        path, _, leaf = name.rpartition(".")
+        number = getattr(model.get_submodule(path), f"scalar_{leaf}", None)
+        if buffer.dim() or not isinstance(number, int | float):
             raise CheckpointError(
                 f"{type(model).__name__} computes {name!r} when it is built instead of storing it; this architecture "
                 "is not supported."
             )
+        factors[name] = torch.tensor(float(number))
+    return factors
+
+
+def _rotation(
+    config: PreTrainedConfig, model: torch.nn.Module, modeling: Any, max_length: int, dtype: torch.dtype
+) -> _Rotation:
+    """Cosine and sine of every position, and whether pairs are interleaved, found out by trying the rotation."""
     rotaries = {type(module) for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
     rotate = getattr(modeling, "apply_rotary_pos_emb", None)
     if len(rotaries) != 1 or rotate is None:
@@ -247,33 +287,49 @@ def _rotary_tables(
             f"({len(rotaries)} found, apply_rotary_pos_emb {'found' if rotate else 'missing'}); "
             "this architecture is not supported."
         )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in _STATIC_ROPE_TYPES:
-        raise CheckpointError(
-            f"The rotation {rope_type!r} of {type(model).__name__} is not supported: expected one of "
-            f"{', '.join(_STATIC_ROPE_TYPES)}, whose frequencies do not change with the length of the text."
-        )
     rotary = rotaries.pop()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds: tuple[str | None, ...] = (None,) * config.num_hidden_layers
     if "layer_type" in inspect.signature(rotary.forward).parameters:
-        raise CheckpointError(
-            f"{type(model).__name__} rotates its layers by several tables; this architecture is not supported."
-        )
-    with torch.no_grad():
-        cos, sin = rotary(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None])
+        kinds = tuple(config.layer_types)
     _, head_size = num_heads_and_size(config)
-    if cos.shape[-1] != head_size:
+    if head_size % 16:
         raise CheckpointError(
-            f"{type(model).__name__} rotates {cos.shape[-1]} of {head_size} values of a head; partial rotation is not "
-            "supported."
+            f"{type(model).__name__} has heads of {head_size} values; "
+            "ONNX Runtime rotates heads of a multiple of 16 only."
         )
-    interleaved = _is_interleaved(rotate, cos, sin, type(model).__name__)
-    # A table as the model has it repeats each frequency; the operator wants it once.
-    keep = slice(0, None, 2) if interleaved else slice(0, head_size // 2)
-    return {
-        "rotary.cos": cos[0, :, keep].to(dtype).contiguous(),
-        "rotary.sin": sin[0, :, keep].to(dtype).contiguous(),
-    }, interleaved
+    tables: dict[str, torch.Tensor] = {}
+    interleaved = False
+    for kind in sorted(set(kinds), key=str):
+        rope_type = ((parameters if kind is None else parameters.get(kind)) or {}).get("rope_type", "default")
+        if rope_type not in _STATIC_ROPE_TYPES:
+            raise CheckpointError(
+                f"The rotation {rope_type!r} of {type(model).__name__} is not supported: expected one of "
+                f"{', '.join(_STATIC_ROPE_TYPES)}, whose frequencies do not change with the length of the text."
+            )
+        which = {} if kind is None else {"layer_type": kind}
+        with torch.no_grad():
+            cos, sin = rotary(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None], **which)
+        if not (torch.isfinite(cos).all() and torch.isfinite(sin).all()):
+            raise CheckpointError(
+                f"The rotation of {type(model).__name__} is no number at some positions; look at its rope_parameters "
+                f"(rope_theta above all): {parameters!r:.200}."
+            )
+        if cos.shape[-1] != head_size:
+            raise CheckpointError(
+                f"{type(model).__name__} rotates {cos.shape[-1]} of {head_size} values of a head; partial rotation is "
+                "not supported."
+            )
+        interleaved = _is_interleaved(rotate, cos, sin, type(model).__name__)
+        # A table as the model has it repeats each frequency; the operator wants it once.
+        keep = slice(0, None, 2) if interleaved else slice(0, head_size // 2)
+        for name, table in (("cos", cos), ("sin", sin)):
+            tables[f"rotary.{name}{_suffix(kind)}"] = table[0, :, keep].to(dtype).contiguous()
+    return _Rotation(tables, tuple(map(_suffix, kinds)), interleaved)
+
+
+def _suffix(kind: str | None) -> str:
+    return "" if kind is None else f"_{kind}"
 
 
 def _is_interleaved(rotate: Any, cos: torch.Tensor, sin: torch.Tensor, model_name: str) -> bool:

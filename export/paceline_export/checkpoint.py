@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 
 from .source import Source
+from .weights import read_json
 
 _CHUNK = 1 << 24  # elements
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -49,7 +50,10 @@ class SafetensorsReader:
 
     def __post_init__(self) -> None:
         for path in self.files:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            try:
+                handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error}). Copy or download it again in full.") from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -83,7 +87,8 @@ class SafetensorsReader:
                 return candidate
         raise CheckpointError(
             f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
-            f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture."
+            f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture, or paceline does not "
+            "support it."
         )
 
 
@@ -168,19 +173,24 @@ def _unpack(tensor: Any) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is present on disk."""
+    """A checkpoint that is present on disk.
+
+    `end_tokens` are the ids that its settings say end a text; None where no settings came with it, as in a GGUF file.
+    """
 
     source: Source
     config: PreTrainedConfig
     tokenizer: Any  # a fast tokenizer of transformers
     generation_config: Mapping[str, Any]
+    end_tokens: frozenset[int] | None
 
     @classmethod
     def open(cls, source: Source) -> Checkpoint:
         """Read configuration and tokenizer; weights stay on disk.
 
         Raises:
-            CheckpointError: an unknown architecture, or no fast tokenizer.
+            CheckpointError: an unknown architecture, sizes that no decoder has, no fast tokenizer, or settings that
+                make no sense.
         """
         file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         try:
@@ -196,12 +206,23 @@ class Checkpoint:
             )
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")
+        _check_sizes(source.name, config)
+        template = tokenizer.chat_template
+        templates = template.values() if isinstance(template, dict) else [template or ""]
+        if not all(isinstance(text, str) and not re.search(r"[\ud800-\udfff]", text) for text in templates):
+            raise CheckpointError(
+                f"{source.name}: the chat_template of its tokenizer is {template!r:.80}; expected a text that "
+                "UTF-8 can hold, or such texts by name. Take tokenizer_config.json from where the checkpoint came from."
+            )
         path = source.folder / "generation_config.json"
         if path.is_file():
-            generation = json.loads(path.read_text(encoding="utf-8"))
+            generation = read_json(path)
+            stated = _end_tokens(path, generation)
         else:
             generation = GenerationConfig.from_model_config(config).to_diff_dict()
-        return cls(source, config, tokenizer, generation)
+            # transformers takes these, too; a GGUF keeps one end token of several, so there they say too little.
+            stated = None if source.gguf_file else _end_tokens(source.folder / "config.json", generation)
+        return cls(source, config, tokenizer, generation, stated)
 
     def weights(self, model: torch.nn.Module) -> WeightReader:
         """A reader for the parameters of `model`, which needs no storage of its own."""
@@ -209,3 +230,58 @@ class Checkpoint:
         if self.source.gguf_file:
             return GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
         return SafetensorsReader(self.source.weight_files, tied)
+
+
+def _check_sizes(name: str, config: PreTrainedConfig) -> None:
+    """Check the numbers that a decoder is built from; transformers takes many of them as they are.
+
+    Raises:
+        CheckpointError: one of them is not a positive whole number, or they do not go together.
+    """
+
+    def refuse(setting: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{name}: its configuration has {setting}; expected {expected}. Take config.json from where the checkpoint "
+            "came from."
+        )
+
+    def size(setting: str) -> int | None:
+        value = getattr(config, setting, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise refuse(f"{setting}={value!r:.80}", "a whole number of at least 1")
+        return value
+
+    for setting in ("num_hidden_layers", "max_position_embeddings"):
+        size(setting)
+    if size("vocab_size") is None:
+        raise CheckpointError(
+            f"{name} is no plain decoder of text: its configuration ({config.model_type!r}) has no vocab_size "
+            "of its own. paceline exports plain decoders only."
+        )
+    hidden, heads, kv_heads, head_size = map(
+        size, ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if heads is None or hidden is None:
+        return  # not a transformer; the trace says why it is not supported
+    if kv_heads is not None and heads % kv_heads:
+        raise refuse(f"num_attention_heads={heads} and num_key_value_heads={kv_heads}", "as many or a whole multiple")
+    if head_size is None and hidden % heads:
+        raise refuse(f"hidden_size={hidden} and num_attention_heads={heads}", "a whole multiple, or a head_dim")
+
+
+def _end_tokens(path: Path, settings: Mapping[str, Any]) -> frozenset[int] | None:
+    """The ids that settings of generation say end a text, or None where they say nothing.
+
+    Raises:
+        CheckpointError: what they say is neither a token id nor a list of them.
+    """
+    stated = settings.get("eos_token_id")
+    if stated is None or stated == []:
+        return None
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id is {stated!r:.80}; expected a token id, which is a whole number of at least 0, or a "
+            "list of them. Correct it there, or take the file from where the checkpoint came from."
+        )
+    return frozenset(ids)

@@ -9,14 +9,13 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import onnx_ir as ir
-import torch
 
 import paceline
 from paceline.bundle import (
@@ -30,14 +29,14 @@ from paceline.bundle import (
     TokenizerEntry,
     file_sha256,
 )
-from paceline.errors import InvalidInputError, PacelineError
+from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
-from .causal_lm import Trace, fake_model, trace
-from .checkpoint import Checkpoint
+from .causal_lm import Trace, check_architecture, trace
+from .checkpoint import Checkpoint, WeightReader
 from .pair import check_pair, check_widths, token_texts
 from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
-from .passes.weights import store_weights
+from .passes.weights import check_shape, store_weights
 from .quantize import weight_format
 from .quantize.blockwise import BLOCK_SIZES
 from .source import Source
@@ -99,13 +98,12 @@ def export_bundle(
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
     Raises:
-        InvalidInputError: an argument out of its range, or `out` exists.
+        InvalidInputError: an argument of a wrong type or out of its range, or `out` exists or cannot be made.
         CheckpointError: a model that cannot be exported, with the reason.
         IncompatiblePairError: the draft's tokenizer is not the target's.
         PacelineError: the disk is full.
     """
     started = time.perf_counter()
-    out = Path(out)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -115,6 +113,7 @@ def export_bundle(
         block_size=block_size,
         overwrite=overwrite,
     )
+    out = Path(out)
     precisions = {"target": precision, "draft": draft_precision or precision}
     report = on_progress or (lambda stage, done: None)
 
@@ -125,9 +124,11 @@ def export_bundle(
         check_pair(checkpoints["target"], checkpoints["draft"])
     else:
         check_widths(checkpoints["target"])
+    end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
     lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
 
-    weights = {which: _parameters(checkpoint) for which, checkpoint in checkpoints.items()}
+    checked = {which: _check_weights(checkpoint) for which, checkpoint in checkpoints.items()}
+    weights = {which: count for which, (_, count) in checked.items()}
     done, whole = 0.02, sum(weights.values())
     entries: dict[str, ModelEntry] = {}
     with _partial_folder(out, overwrite) as folder:
@@ -138,11 +139,11 @@ def export_bundle(
                 report(f"{which}: {stage}", done + share * part)
 
             entries[which] = _export_model(
-                checkpoint, folder, which, precisions[which], lengths[which], block_size, within
+                checkpoint, checked[which][0], folder, which, precisions[which], lengths[which], block_size, within
             )
             done += share
         report("write tokenizer and manifest", 0.97)
-        tokenizer = _write_tokenizer(checkpoints["target"], folder)
+        tokenizer = _write_tokenizer(checkpoints["target"], end_tokens, folder)
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         files = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
         manifest = Manifest(
@@ -174,7 +175,7 @@ def export_bundle(
 
 
 def check_arguments(
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     has_draft: bool,
     precision: str,
@@ -186,8 +187,21 @@ def check_arguments(
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
 
     Raises:
-        InvalidInputError: an argument out of its range, one that cannot be honoured, or `out` exists.
+        InvalidInputError: an argument of a wrong type or out of its range, one that cannot be honoured, or `out` exists
+            or cannot be made.
     """
+    for name, value, kinds in (
+        ("out", out, (str, os.PathLike)),
+        ("has_draft", has_draft, (bool,)),
+        ("precision", precision, (str,)),
+        ("draft_precision", draft_precision, (str, type(None))),
+        ("max_length", max_length, (int, type(None))),
+        ("block_size", block_size, (int,)),
+        ("overwrite", overwrite, (bool,)),
+    ):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise InvalidInputError(f"{name} must be of type {expected}, got {value!r:.80}.")
     weight_format(precision)
     if draft_precision is not None:
         weight_format(draft_precision)
@@ -197,12 +211,38 @@ def check_arguments(
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
         raise InvalidInputError(f"max_length must be at least 2 positions, got {max_length}.")
-    if not out.exists():
-        return
-    if not overwrite:
-        raise InvalidInputError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
-    if not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidInputError(f"{out} is not a bundle, so it is not replaced; choose another folder.")
+    _check_out(out, overwrite)
+
+
+def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
+    """Check that `out` is free, or may be replaced, and that a folder can be made beside it: by making one."""
+    text = os.fspath(out)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInputError(f"out must be the path of a folder, got {text!r:.80}.")
+    out = Path(text)
+    if out.is_symlink() and not out.exists():
+        raise InvalidInputError(
+            f"{out} is a link to {os.readlink(out)}, which does not exist; remove the link, or name the folder itself."
+        )
+    if os.path.lexists(out):
+        if not overwrite:
+            raise InvalidInputError(f"{out} exists already; choose another folder, or pass --overwrite to replace it.")
+        if not (out / MANIFEST_NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
+            raise InvalidInputError(f"{out} is not a bundle, so it is not replaced; choose another folder.")
+    real = Path(os.path.realpath(out))
+    above = next(folder for folder in (*real.parents, real) if os.path.lexists(folder))
+    if not above.is_dir():
+        raise InvalidInputError(f"{out} cannot be made: {above} is no folder; choose another place.")
+    try:
+        trial = above / f".{real.name}.partial-{os.getpid()}"
+        trial.mkdir()
+        trial.rmdir()
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InvalidInputError(
+            f"{out} cannot be made: no folder can be made in {above} ({error.strerror}); choose another place."
+        ) from error
 
 
 def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
@@ -215,13 +255,24 @@ def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
     return int(min(own, wanted))
 
 
-def _parameters(checkpoint: Checkpoint) -> int:
-    model, _ = fake_model(checkpoint.config, torch.float32)
-    return sum(parameter.numel() for parameter in model.parameters())
+def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
+    """Check the headers of a checkpoint's files against its model, since the trace takes long.
+
+    Returns a reader of its weights, which takes seconds to make for a GGUF, and the number of parameters.
+
+    Raises:
+        CheckpointError: an architecture that is not supported, or a parameter that is missing or of another shape.
+    """
+    model = check_architecture(checkpoint.config)
+    reader = checkpoint.weights(model)
+    for name, parameter in model.named_parameters():
+        check_shape(reader, name, tuple(parameter.shape))
+    return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
 def _export_model(
     checkpoint: Checkpoint,
+    reader: WeightReader,
     folder: Path,
     which: str,
     precision: str,
@@ -236,7 +287,6 @@ def _export_model(
     fuse_residual_norms(traced.model)
     drop_reshape_pairs(traced.model)
 
-    model, _ = fake_model(checkpoint.config, torch.float32)
     names = sum(1 for _ in traced.model.graph.initializers)
     stored_count = 0
 
@@ -246,21 +296,23 @@ def _export_model(
         report("store weights", 0.25 + 0.55 * min(1.0, stored_count / names))
 
     report("store weights", 0.25)
-    reader = checkpoint.weights(model)
     store_weights(
         traced.model,
         reader,
         stored,
         block_size,
         embedding=traced.embedding,
-        constants=traced.rotary_tables,
+        constants=traced.constants,
         on_weight=on_weight,
     )
     report("write", 0.8)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
-    ir.save(traced.model, path, external_data="model.onnx.data")
+    try:
+        ir.save(traced.model, path, external_data="model.onnx.data")
+    except ir.serde.SerdeError as error:
+        raise _reason(error) from error
     # The architecture's settings, for `paceline check` and for a reader; the runtime does not need them.
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
@@ -283,6 +335,14 @@ def _export_model(
     )
 
 
+def _reason(error: BaseException) -> BaseException:
+    """What a weight that cannot be stored or written raised: onnx-ir wraps it, several times, and tells the graph."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PacelineError | OSError):
+        cause = cause.__cause__
+    return cause or error
+
+
 def _specs(traced: Trace, values: Any) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(
@@ -294,7 +354,7 @@ def _specs(traced: Trace, values: Any) -> tuple[TensorSpec, ...]:
     )
 
 
-def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerEntry:
+def _write_tokenizer(checkpoint: Checkpoint, end_tokens: tuple[int, ...], folder: Path) -> TokenizerEntry:
     """Write tokenizer, chat template and generation settings, and describe the tokenizer."""
     tokenizer = checkpoint.tokenizer
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
@@ -302,25 +362,35 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> TokenizerEntry:
         text = template if isinstance(template, str) else template.get("default")
         if text:
             (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
-    settings = dict(checkpoint.generation_config)
-    (folder / "generation_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    texts = token_texts(tokenizer)
+    settings = json.dumps(dict(checkpoint.generation_config), indent=1)
+    (folder / "generation_config.json").write_text(settings + "\n", encoding="utf-8")
     return TokenizerEntry(
-        vocab_size=len(texts),
+        vocab_size=len(token_texts(tokenizer)),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=_end_tokens(tokenizer, settings, texts),
+        eos_token_ids=end_tokens,
         pad_token_id=tokenizer.pad_token_id,
     )
 
 
-def _end_tokens(tokenizer: Any, settings: Mapping[str, Any], texts: list[str | None]) -> tuple[int, ...]:
-    """Every id that ends a text: of the generation settings, of the tokenizer, and those whose names say so."""
-    stated = settings.get("eos_token_id")
-    ids = set(stated if isinstance(stated, list) else [stated])
-    ids.add(tokenizer.eos_token_id)
+def _end_tokens(checkpoint: Checkpoint, texts: list[str | None]) -> tuple[int, ...]:
+    """Every id that ends a text: what the settings say, as transformers takes it; without any, what names tell.
+
+    Raises:
+        CheckpointError: the settings name a token that the tokenizer does not have.
+    """
+    tokenizer, stated = checkpoint.tokenizer, checkpoint.end_tokens
+    if stated is not None:
+        if beyond := sorted(token_id for token_id in stated if token_id >= len(texts)):
+            raise CheckpointError(
+                f"{checkpoint.source.name}: a text should end at token {beyond[0]} (eos_token_id), but the tokenizer's "
+                f"ids end at {len(texts) - 1}. Correct eos_token_id in generation_config.json."
+            )
+        return tuple(sorted(stated))
+    kept = checkpoint.generation_config.get("eos_token_id")
+    ids = {*(kept if isinstance(kept, list) else [kept]), tokenizer.eos_token_id}
     special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
     ids.update(token_id for token_id, text in enumerate(texts) if text in _END_TEXTS and text in special)
-    return tuple(sorted(token_id for token_id in ids if token_id is not None and token_id < len(texts)))
+    return tuple(sorted(token_id for token_id in ids if token_id is not None and 0 <= token_id < len(texts)))
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import queue
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.bundle import file_sha256
 from paceline.errors import CheckpointError, FetchError
@@ -14,9 +17,12 @@ from .pypi import Report
 from .recipe import HubRoute
 from .weights import missing_weights, safetensors_files
 
+_T = TypeVar("_T")
+
 __all__ = ["fetch_from_hub", "snapshot_on_disk", "verify_snapshot"]
 
-_PROBE_SECONDS = 5.0
+_PROBE_SECONDS = 5.0  # for a connection, and for each piece of the answer
+_PROBE_DEADLINE = 10.0  # for all of it: looking up a name obeys no timeout
 # What an export reads, from the top folder only: no pickles, no code, no copies in other formats.
 _ALLOW = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _IGNORE = ["*/*", "consolidated*"]
@@ -41,7 +47,7 @@ def fetch_from_hub(route: HubRoute, report: Report | None) -> Path:
     """Download what an export reads of a repository; returns its folder. `report` counts bytes.
 
     Raises:
-        FetchError: the hub does not answer within 5 s, has no such repository or revision, or does not let it be read.
+        FetchError: the hub does not answer within 10 s, has no such repository or revision, or does not let it be read.
         CheckpointError: the repository has no Safetensors.
     """
     import httpx2
@@ -49,8 +55,11 @@ def fetch_from_hub(route: HubRoute, report: Report | None) -> Path:
     from huggingface_hub import errors
 
     try:
-        info = huggingface_hub.HfApi().model_info(
-            route.id, revision=route.revision, timeout=_PROBE_SECONDS, files_metadata=True
+        info = _within(
+            _PROBE_DEADLINE,
+            lambda: huggingface_hub.HfApi().model_info(
+                route.id, revision=route.revision, timeout=_PROBE_SECONDS, files_metadata=True
+            ),
         )
         names = [file.rfilename for file in info.siblings or ()]
         if not {"model.safetensors", "model.safetensors.index.json"} & set(names):
@@ -85,6 +94,30 @@ def fetch_from_hub(route: HubRoute, report: Report | None) -> Path:
             "HF_ENDPOINT; run it again to go on where it stopped."
         ) from error
     return Path(folder)
+
+
+def _within(seconds: float, ask: Callable[[], _T]) -> _T:
+    """What `ask` returns or raises, if it does so in time; else it is left behind in its thread.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    answers: queue.SimpleQueue[_T | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(ask())
+        except Exception as error:  # raised below, where it can be told
+            answers.put(error)
+
+    threading.Thread(target=run, name="paceline-hub-probe", daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def verify_snapshot(folder: Path) -> None:

@@ -13,11 +13,15 @@ __all__ = ["check_pair", "check_widths", "token_texts"]
 
 def token_texts(tokenizer: Any) -> list[str | None]:
     """Text of every id of a fast tokenizer, in order of the ids; None where an id has none."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    texts: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-    for text, token_id in vocabulary.items():
+    texts: list[str | None] = [None] * _num_ids(tokenizer)
+    for text, token_id in tokenizer.get_vocab().items():
         texts[token_id] = text
     return texts
+
+
+def _num_ids(tokenizer: Any) -> int:
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return max(vocabulary.values(), default=-1) + 1
 
 
 def check_widths(checkpoint: Checkpoint) -> None:
@@ -26,7 +30,7 @@ def check_widths(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the tokenizer has ids that the model does not know.
     """
-    width, ids = checkpoint.config.vocab_size, len(token_texts(checkpoint.tokenizer))
+    width, ids = checkpoint.config.vocab_size, _num_ids(checkpoint.tokenizer)
     if width < ids:
         raise CheckpointError(
             f"{checkpoint.source.name}: its tokenizer has {ids} ids, but the model knows only {width}; tokenizer and "
@@ -41,6 +45,8 @@ def check_pair(target: Checkpoint, draft: Checkpoint) -> None:
         IncompatiblePairError: naming both vocabularies and the first id that differs, or the special token.
         CheckpointError: a model narrower than its tokenizer.
     """
+    check_widths(target)  # first: an absurd id would need a list of that length
+    check_widths(draft)
     target_texts, draft_texts = token_texts(target.tokenizer), token_texts(draft.tokenizer)
     both = (
         f"target {target.source.name} ({len(target_texts)} ids, {target.config.vocab_size} logits) and "
@@ -57,5 +63,3 @@ def check_pair(target: Checkpoint, draft: Checkpoint) -> None:
         ours, theirs = getattr(target.tokenizer, name), getattr(draft.tokenizer, name)
         if ours != theirs:
             raise IncompatiblePairError(f"The tokenizers of {both} differ in {name}: {ours} against {theirs}. {mend}")
-    check_widths(target)
-    check_widths(draft)

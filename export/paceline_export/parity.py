@@ -214,8 +214,10 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     folder = Path(entry.path).parent.as_posix()
     config = AutoConfig.from_pretrained(bundle.path(f"{folder}/config.json"))
     config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
-    weights = stored_weights(bundle.path(entry.path))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        own = set(model_class(config).state_dict())  # the graph holds factors, too, that the model computes by itself
+    weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:

@@ -110,8 +110,8 @@ class ModelEntry:
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise BundleError(f"{self.path}: {field} must be at least 1, got {getattr(self, field)}.")
+            if not 1 <= getattr(self, field) < 2**31:
+                raise BundleError(f"{self.path}: {field} must be from 1 to 2**31 - 1, got {getattr(self, field)}.")
         # Buffers are made from these figures, so they must be those of the graph.
         cache = (self.kv_dtype, (self.num_kv_heads, self.head_size))
         past = [spec for spec in self.inputs if spec.name.startswith("past_key_values.")]
@@ -202,6 +202,8 @@ class Bundle:
             raise BundleError(f"There is no bundle at {root}: the folder does not exist. `paceline export` makes one.")
         if not manifest_path.is_file():
             raise BundleError(f"{root} is not a bundle: it has no {MANIFEST_NAME}. `paceline export` makes one.")
+        if not manifest_path.resolve().is_relative_to(root.resolve()):
+            raise BundleError(f"{root}: {MANIFEST_NAME} is a link that leads out of the bundle; refusing to follow it.")
         try:
             manifest = Manifest.from_json(manifest_path.read_text(encoding="utf-8"))
         except (BundleError, UnicodeDecodeError) as error:

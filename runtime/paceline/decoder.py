@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .drafters import Drafter, DraftModelDrafter
+from .constraint import Constraint, ConstraintMasks
+from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
 from .errors import ContextLengthError, InvalidInputError
 from .generation import Generation
 from .model import CausalLM
+from .row_sampler import RowSampler
 from .sampling import SamplingParams
 from .stopping import Cutter
 from .streams import Streams
 from .tokenizer import Tokenizer
+from .verify import VERIFICATION_RULES
 
-__all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "SpeculativeDecoder"]
+__all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "DEFAULT_VERIFICATION", "SpeculativeDecoder"]
 
 DEFAULT_NUM_DRAFT_TOKENS = 3
+DEFAULT_VERIFICATION = "token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class SpeculativeDecoder:
         stop: Sequence[str] = (),
         drafter: Drafter | None = None,
         draft_sampling: SamplingParams | None = None,
+        verification: str = DEFAULT_VERIFICATION,
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
+        request: int = 0,
     ) -> Generation:
         """Start a generation. Arguments are checked here; nothing runs before the first step is asked for.
 
@@ -76,10 +84,15 @@ class SpeculativeDecoder:
             drafter: drafts instead of the draft model; it must be new, and serves this generation only.
             draft_sampling: how the draft model's tokens are drawn, the target's way by default. It changes the
                 acceptance rate, not the law of the text.
+            verification: the rule for drafts with probabilities, "token" or "block"; both keep the target's law.
+            constraint: says which ids may follow the new text so far; see `paceline.constraint.Constraint`.
+            logprobs: give the logprob of every emitted token, and of so many most probable ones; None gives none.
+            request: 0 to 2**64 - 1, tells generations with the same seed apart.
 
         Raises:
             ContextLengthError: the prompt leaves no room in the target's context.
-            InvalidInputError: an argument out of its range, or one that cannot be honoured.
+            InvalidInputError: an argument out of its range, one that cannot be honoured, or two that contradict each
+                other.
         """
         if not isinstance(sampling, SamplingParams):
             raise InvalidInputError(f"sampling must be SamplingParams, got {sampling!r:.80}.")
@@ -93,6 +106,28 @@ class SpeculativeDecoder:
             self._check_draft_sampling(draft_sampling, drafter)
         stop = self._stop_strings(stop)
         stop_ids = frozenset((*self.eos_token_ids, *self._ids(stop_token_ids, "stop_token_ids")))
+        if verification not in VERIFICATION_RULES:
+            raise InvalidInputError(
+                f"verification must be one of {', '.join(map(repr, VERIFICATION_RULES))}, got {verification!r:.80}."
+            )
+        if constraint is not None and not callable(constraint):
+            raise InvalidInputError(f"constraint must be a function from new tokens to a mask, got {constraint!r:.80}.")
+        if logprobs is not None and (not _is_int(logprobs) or not 0 <= logprobs <= self.vocab_size):
+            raise InvalidInputError(
+                f"logprobs must be None or an integer from 0 to {self.vocab_size}, got {logprobs!r:.80}."
+            )
+        for name in ("min_new_tokens", "forced_token_ids"):
+            value = getattr(sampling, name)
+            asked = value if isinstance(value, int) else len(value)
+            if asked > max_new_tokens:
+                raise InvalidInputError(
+                    f"{name} asks for {asked} new tokens, but max_new_tokens is {max_new_tokens}; change one of them."
+                )
+        if sampling.min_new_tokens and stop_ids & set(sampling.forced_token_ids[: sampling.min_new_tokens]):
+            raise InvalidInputError(
+                f"forced_token_ids ends the text before min_new_tokens={sampling.min_new_tokens}; change one of them."
+            )
+        streams = Streams.from_seed(sampling.seed, request)
 
         prompt_ids = self._prompt_ids(prompt)
         # The text never outgrows the cache: prompt and new tokens together have at most this many positions.
@@ -102,37 +137,52 @@ class SpeculativeDecoder:
             stop_token_ids=stop_ids,
             stop=stop,
             stream=self.tokenizer.stream() if self.tokenizer else None,
+            min_tokens=sampling.min_new_tokens,
         )
+        masks = ConstraintMasks(constraint, self.vocab_size) if constraint else None
+
+        def row_sampler(params: SamplingParams) -> RowSampler:
+            return RowSampler(
+                params,
+                vocab_size=self.vocab_size,
+                num_prompt_tokens=len(prompt_ids),
+                end_token_ids=stop_ids,
+                masks=masks,
+            )
+
+        draft_sampler = row_sampler(draft_sampling or sampling)
         return Generation(
             prompt_ids,
             target=self.target,
-            new_drafter=self._new_drafter(drafter, draft_sampling or sampling, cache_length)
-            if num_draft_tokens
-            else None,
-            sampling=sampling,
+            new_drafter=self._new_drafter(drafter, draft_sampler, cache_length) if num_draft_tokens else None,
+            sampler=row_sampler(sampling),
             num_draft_tokens=num_draft_tokens,
+            rule=verification,
             cache_length=cache_length,
             vocab_size=self.vocab_size,
             cutter=cutter,
-            chance=Streams.from_seed(sampling.seed),
+            chance=streams,
+            num_top_logprobs=logprobs,
         )
 
     def _new_drafter(
-        self, drafter: Drafter | None, sampling: SamplingParams, cache_length: int
+        self, drafter: Drafter | None, sampler: RowSampler, cache_length: int
     ) -> Callable[[], Drafter] | None:
         draft = self.draft
         if drafter is not None:
-            return lambda: drafter
+            checked = CheckedDrafter(drafter, self.vocab_size)
+            return lambda: checked
         if draft is None:
             return None
         return lambda: DraftModelDrafter(
-            draft, draft.new_cache(min(draft.max_length, cache_length)), sampling, self.vocab_size
+            draft, draft.new_cache(min(draft.max_length, cache_length)), sampler, self.vocab_size
         )
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInputError("This decoder has no tokenizer; give the prompt as token ids.")
+            _check_text(prompt, "prompt")
             prompt = self.tokenizer.encode(prompt)
         ids = list(self._ids(prompt, "prompt"))
         if not ids:
@@ -169,10 +219,12 @@ class SpeculativeDecoder:
             raise InvalidInputError("draft_sampling takes no seed: `sampling.seed` keys all streams of a generation.")
 
     def _stop_strings(self, stop: Sequence[str]) -> tuple[str, ...]:
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
             raise InvalidInputError(f"stop must be a sequence of strings that are not empty, got {stop!r:.80}.")
         if stop and self.tokenizer is None:
             raise InvalidInputError("Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.")
+        for text in stop:
+            _check_text(text, "stop")
         return tuple(stop)
 
     def _ids(self, values: Iterable[Any], name: str) -> tuple[int, ...]:
@@ -187,6 +239,16 @@ class SpeculativeDecoder:
                     f"{self.vocab_size - 1})."
                 )
         return ids
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse halves of characters, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"{name} holds a lone surrogate at character {error.start}; give whole text."
+        ) from error
 
 
 def _is_int(value: object) -> bool:

@@ -3,7 +3,8 @@
 ```
 PacelineError
 ├── InvalidInputError         an argument or option out of its range (also a ValueError); the CLI exits with 2
-│   └── ContextLengthError    a prompt that does not fit the model's context
+│   ├── ContextLengthError    a prompt that does not fit the model's context
+│   └── NoTokenLeftError      sampling parameters and constraint that together forbid every token
 ├── BundleError               a bundle that is missing, truncated, altered, or of a newer format
 ├── CheckpointError           a source that cannot be used: unknown name, only pickles, remote code, unsupported model
 ├── FetchError                a download that failed or does not match its hash
@@ -27,6 +28,7 @@ __all__ = [
     "InstallationError",
     "InvalidInputError",
     "ModelOutputError",
+    "NoTokenLeftError",
     "PacelineError",
     "ParityError",
 ]
@@ -42,6 +44,10 @@ class InvalidInputError(PacelineError, ValueError):
 
 class ContextLengthError(InvalidInputError):
     """A prompt does not fit the model's context."""
+
+
+class NoTokenLeftError(InvalidInputError):
+    """Sampling parameters and constraint together forbid every token at a position."""
 
 
 class BundleError(PacelineError):

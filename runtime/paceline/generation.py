@@ -1,4 +1,4 @@
-"""One generation: the loop over rounds, and the round itself."""
+"""One generation: the loop over rounds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Self
 
 from .drafters import Drafter
-from .errors import InvalidInputError
 from .kv_cache import KVCache
+from .logprobs import TokenLogprobs
 from .model import CausalLM
-from .sampling import SamplingParams
+from .rounds import Round, play_round
+from .row_sampler import RowSampler
 from .stats import Stats
 from .stopping import Cutter, FinishReason
 from .streams import Chance
-from .verify import NO_DRAFT, Draft, verify
 
-__all__ = ["Generation", "Step", "play_round"]
+__all__ = ["Generation", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Step:
         num_proposed: drafted tokens that this pass verified.
         num_accepted: how many of them stood, before any stop cut them.
         finish_reason: None while the text goes on; "stop" or "length" in the last step.
+        logprobs: one entry for each of `token_ids` where they were asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -38,42 +39,7 @@ class Step:
     num_proposed: int
     num_accepted: int
     finish_reason: FinishReason | None
-
-
-def play_round(
-    tokens: list[int],
-    num_draft_tokens: int,
-    *,
-    target: CausalLM,
-    cache: KVCache,
-    drafter: Drafter | None,
-    sampling: SamplingParams,
-    vocab_size: int,
-    chance: Chance,
-) -> tuple[int, int]:
-    """One round of speculative sampling (Chen et al. 2023, algorithm 2): draft, score, verify, roll back.
-
-    Extends `tokens`, the whole text so far, by the accepted tokens and the one that follows them. With nothing to
-    draft it is a step of plain decoding, with an empty cache it is the prefill: forward feeds what the cache lacks.
-
-    Returns:
-        Number of tokens proposed, number of tokens accepted.
-    """
-    position = len(tokens)
-    draft = drafter.propose(tokens, num_draft_tokens, chance) if drafter and num_draft_tokens else NO_DRAFT
-    _check_draft(draft, num_draft_tokens, vocab_size)
-
-    feed = [*tokens[cache.length :], *draft.tokens]
-    logits = target.forward(feed, cache, num_logits=len(draft.tokens) + 1)[:, :vocab_size]  # [k + 1, vocab]
-
-    verdict = verify(draft, logits, sampling, chance, position)
-    tokens += draft.tokens[: verdict.num_accepted]
-    tokens.append(verdict.next_token)
-
-    if drafter and draft.tokens:
-        cache.rollback(len(tokens) - 1)
-        drafter.rollback(len(tokens) - 1)
-    return len(draft.tokens), verdict.num_accepted
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class Generation(Iterator[Step]):
@@ -89,25 +55,30 @@ class Generation(Iterator[Step]):
         *,
         target: CausalLM,
         new_drafter: Callable[[], Drafter] | None,
-        sampling: SamplingParams,
+        sampler: RowSampler,
         num_draft_tokens: int,
+        rule: str,
         cache_length: int,
         vocab_size: int,
         cutter: Cutter,
         chance: Chance,
+        num_top_logprobs: int | None,
     ) -> None:
         self._prompt = prompt
         self._target = target
         self._new_drafter = new_drafter
-        self._sampling = sampling
+        self._sampler = sampler
         self._num_draft_tokens = num_draft_tokens
+        self._rule = rule
         self._cache_length = cache_length
         self._vocab_size = vocab_size
         self._cutter = cutter
         self._chance = chance
+        self._num_top_logprobs = num_top_logprobs
 
         self._stats = Stats(prompt_tokens=len(prompt))
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
         self._finish_reason: FinishReason | None = None
         self._closed = False
@@ -122,6 +93,11 @@ class Generation(Iterator[Step]):
     def token_ids(self) -> tuple[int, ...]:
         """Ids emitted so far, a final stop token included."""
         return tuple(self._token_ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """One entry for each of `token_ids`; None where logprobs were not asked for."""
+        return None if self._num_top_logprobs is None else tuple(self._logprobs)
 
     @property
     def text(self) -> str:
@@ -167,67 +143,52 @@ class Generation(Iterator[Step]):
             cache.rollback(0)  # a cache that cannot take tokens back says so before the first token
 
         started = time.perf_counter()
-        self._play(tokens, 0, cache, None)
-        step = self._emit(tokens[-1:], 0, 0)
-        self._stats = replace(self._stats.after_prefill(), prefill_s=time.perf_counter() - started)
+        played = self._play(tokens, 0, cache, None)
+        step = self._emit(tokens[len(self._prompt) :], played)
+        self._stats = replace(self._stats.after_prefill(len(step.token_ids)), prefill_s=time.perf_counter() - started)
         yield step
 
         drafter = None
         if self._new_drafter and self._finish_reason is None:
             started = time.perf_counter()
             drafter = self._new_drafter()
-            drafter.prefill(self._prompt)
+            drafter.prefill(tuple(self._prompt))
             self._stats = replace(self._stats, prefill_s=self._stats.prefill_s + time.perf_counter() - started)
         target_before, draft_before = cache.seconds, drafter.seconds if drafter else 0.0
 
         while self._finish_reason is None:
             started = time.perf_counter()
             position = len(tokens)
-            # A round emits one token more than it drafts.
-            num_draft_tokens = min(self._num_draft_tokens, self._cutter.remaining - 1)
-            num_proposed, num_accepted = self._play(tokens, num_draft_tokens, cache, drafter)
-            step = self._emit(tokens[position:], num_proposed, num_accepted)
+            played = self._play(tokens, self._num_draft_tokens, cache, drafter)
+            step = self._emit(tokens[position:], played)
             self._stats = replace(
-                self._stats.after_round(num_proposed, num_accepted, len(step.token_ids)),
+                self._stats.after_round(played.num_proposed, played.num_accepted, len(step.token_ids)),
                 target_s=cache.seconds - target_before,
                 draft_s=drafter.seconds - draft_before if drafter else 0.0,
                 decode_s=self._stats.decode_s + time.perf_counter() - started,
             )
             yield step
 
-    def _play(
-        self, tokens: list[int], num_draft_tokens: int, cache: KVCache, drafter: Drafter | None
-    ) -> tuple[int, int]:
+    def _play(self, tokens: list[int], num_draft_tokens: int, cache: KVCache, drafter: Drafter | None) -> Round:
         return play_round(
             tokens,
+            self._cutter.remaining,
             num_draft_tokens,
             target=self._target,
             cache=cache,
             drafter=drafter,
-            sampling=self._sampling,
+            sampler=self._sampler,
             vocab_size=self._vocab_size,
             chance=self._chance,
+            rule=self._rule,
+            num_top_logprobs=self._num_top_logprobs,
         )
 
-    def _emit(self, block: list[int], num_proposed: int, num_accepted: int) -> Step:
+    def _emit(self, block: list[int], played: Round) -> Step:
         cut = self._cutter.cut(block)
         self._token_ids += cut.token_ids
         self._text.append(cut.text)
         self._finish_reason = cut.finish_reason
-        return Step(cut.token_ids, cut.text, num_proposed, num_accepted, cut.finish_reason)
-
-
-def _check_draft(draft: Draft, num_draft_tokens: int, vocab_size: int) -> None:
-    """Refuse what a faulty drafter proposes before it reaches the target."""
-    if len(draft.tokens) > num_draft_tokens:
-        raise InvalidInputError(
-            f"The drafter proposed {len(draft.tokens)} tokens where at most {num_draft_tokens} were asked for."
-        )
-    for token in draft.tokens:
-        if not 0 <= token < vocab_size:
-            raise InvalidInputError(f"The drafter proposed id {token}, outside the vocabulary of {vocab_size} ids.")
-    for row in draft.probs or ():
-        if row.shape != (vocab_size,):
-            raise InvalidInputError(
-                f"The drafter gave probabilities of shape {row.shape}; expected ({vocab_size},), the common vocabulary."
-            )
+        logprobs = None if played.logprobs is None else played.logprobs[: len(cut.token_ids)]
+        self._logprobs += logprobs or ()
+        return Step(cut.token_ids, cut.text, played.num_proposed, played.num_accepted, cut.finish_reason, logprobs)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .bundle import Bundle
 from .decoder import SpeculativeDecoder
+from .errors import InvalidInputError
 from .tokenizer import Tokenizer
 
 __all__ = ["load"]
@@ -27,6 +28,8 @@ def load(path: str | Path, *, threads: int | None = None, provider: str = "cpu")
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .ort import OrtModel
 
+    if not isinstance(path, str | Path):
+        raise InvalidInputError(f"path must be the folder of a bundle, got {path!r:.80}.")
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     target = OrtModel.open(bundle, "target", provider=provider, threads=threads)

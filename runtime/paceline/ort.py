@@ -175,7 +175,13 @@ class OrtModel:
         """One run of the graph over at most a piece of the input."""
         logits = cache.prepare(ids, num_logits)
         start = time.perf_counter()
-        self.session.run_with_iobinding(cache.binding)
+        try:
+            self.session.run_with_iobinding(cache.binding)
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise BundleError(
+                f"ONNX Runtime cannot run {self.entry.path} on positions {cache.length} to {cache.length + len(ids)}: "
+                f"{error}"
+            ) from error
         cache.seconds += time.perf_counter() - start
         cache.advance(len(ids))
         return logits
@@ -221,7 +227,10 @@ def open_session(
     for key, value in (*row.session_config, *session_config):
         options.add_session_config_entry(key, value)
     try:
-        session = ort.InferenceSession(graph if isinstance(graph, bytes) else str(graph), options, providers=[row.name])
+        # Without the fallback, which would try again and print a banner to stdout.
+        session = ort.InferenceSession(
+            graph if isinstance(graph, bytes) else str(graph), options, providers=[row.name], enable_fallback=0
+        )
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         name = "the graph" if isinstance(graph, bytes) else graph
         raise BundleError(f"ONNX Runtime cannot load {name}: {error}") from error
@@ -264,8 +273,8 @@ def _share_pool(ort: Any, threads: int | None) -> None:
     Two sessions with pools of their own fight for the cores, since idle threads spin: the pair runs 1.6 times slower.
     """
     global _pool_threads
-    if threads is not None and threads < 1:
-        raise InvalidInputError(f"threads must be at least 1, got {threads}.")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1024):
+        raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {threads!r:.80}.")
     with _pool_lock:
         if _pool_threads is None:
             try:

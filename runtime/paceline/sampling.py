@@ -1,4 +1,4 @@
-"""From logits to a token: the distribution that is sampled, and the draw itself.
+"""From logits to a token: the settings, the distribution that is sampled, and the draw itself.
 
 The same functions serve target and draft, plain and speculative decoding: exactness needs that the two sides of
 the acceptance ratio are the distributions that are really drawn from.
@@ -7,57 +7,92 @@ the acceptance ratio are the distributions that are really drawn from.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .cuts import FloatArray, top_k_indices, top_p_indices, typical_indices
 from .errors import InvalidInputError, ModelOutputError
 
 __all__ = ["FloatArray", "SamplingParams", "distribution", "greedy_token", "sample"]
 
-FloatArray: TypeAlias = NDArray[np.floating[Any]]
-
 # Entries that are summed in the logits' own precision; the sums of blocks are added in float64. A float32 running sum
 # over a whole vocabulary would swallow increments below its rounding and draw wrong tokens from flat distributions.
 _BLOCK = 512
-# Top-k looks for its candidates among the maxima of this many groups of logits.
-_GROUPS = 2048
 # Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32.
 _MAX_SCALE = 1e38
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn from logits; applied in the order temperature, top-k, top-p, as transformers does.
+    """How tokens are drawn from logits. One row is changed in the order of this list; see `RowSampler` for the history.
 
     Attributes:
+        repetition_penalty: logits of ids that occur in prompt or new text are divided by it where positive and
+            multiplied where negative (Keskar et al. 2019, arXiv 1909.05858); above 0, 1 changes nothing.
+        presence_penalty: subtracted from the logits of ids that occur in the new text; -2 to 2.
+        frequency_penalty: subtracted once for every time an id occurs in the new text; -2 to 2.
+        logit_bias: added to the logits of these ids; a mapping, kept as pairs in the order of the ids.
+        banned_token_ids: ids that are never emitted.
+        forced_token_ids: the new text begins with these ids.
+        no_repeat_ngram_size: no sequence of so many ids occurs twice in prompt and new text; 0 allows all.
+        min_new_tokens: no end of the text before so many new tokens.
         temperature: 0 takes the most probable token (greedy); otherwise logits are divided by it.
         top_k: keep the `top_k` most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose probability is at least `top_p`; 1 keeps all.
+        min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
+        typical_p: keep the tokens whose surprise is nearest to the entropy, with a probability of at least `typical_p`
+            together (Meister et al. 2022, arXiv 2202.00666); 1 keeps all.
         seed: key of the random streams, 0 to 2**64 - 1; None takes a fresh one per generation.
 
-    Where tokens are equally probable at a cut, those with the lowest ids are kept.
+    The cuts (top-k to typical-p) each see what the one before left, renormalised, as in transformers. Where tokens
+    are equal at a cut, those with the lowest ids are kept.
 
     Raises:
-        InvalidInputError: a value of the wrong type or out of its range.
+        InvalidInputError: a value of the wrong type or out of its range, or two that contradict each other.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    forced_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InvalidInputError(f"temperature must be a finite number of at least 0, got {self.temperature!r}.")
-        if not _is_int(self.top_k) or self.top_k < 0:
-            raise InvalidInputError(f"top_k must be an integer of at least 0 (0 keeps all), got {self.top_k!r}.")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidInputError(f"top_p must be above 0 and at most 1 (1 keeps all), got {self.top_p!r}.")
+        _check_number("temperature", self.temperature, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+        _check_number("top_p", self.top_p, "above 0 and at most 1 (1 keeps all)", lambda x: 0 < x <= 1)
+        _check_number("min_p", self.min_p, "from 0 (keeps all) to 1", lambda x: 0 <= x <= 1)
+        _check_number("typical_p", self.typical_p, "above 0 and at most 1 (1 keeps all)", lambda x: 0 < x <= 1)
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, "a finite number above 0 (1 changes nothing)", _is_positive
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), "from -2 to 2 (0 changes nothing)", lambda x: -2 <= x <= 2)
+        _check_count("top_k", self.top_k, "0 keeps all")
+        _check_count("no_repeat_ngram_size", self.no_repeat_ngram_size, "0 allows all")
+        _check_count("min_new_tokens", self.min_new_tokens, "0 asks for none")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
             raise InvalidInputError(f"seed must be None or an integer from 0 to 2**64 - 1, got {self.seed!r}.")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        for name in ("banned_token_ids", "forced_token_ids"):
+            object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+        if both := sorted(set(self.banned_token_ids) & set(self.forced_token_ids)):
+            raise InvalidInputError(
+                f"Token id {both[0]} is both in banned_token_ids and in forced_token_ids; take it out of one of them."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -82,7 +117,7 @@ def greedy_token(logits: FloatArray, where: str = "the logits") -> int:
 
 
 def distribution(logits: FloatArray, params: SamplingParams, where: str = "the logits") -> FloatArray:
-    """Probabilities that `params` give to one row of logits.
+    """Probabilities that temperature and cuts give to one row of logits (penalties and masks already applied).
 
     Args:
         logits: float `[vocab]`; minus infinity means probability 0.
@@ -104,19 +139,24 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     if not math.isfinite(largest):
         raise _no_distribution(largest, where)
 
-    ids = _top_k_ids(logits, params.top_k) if 0 < params.top_k < len(logits) else None
+    ids = top_k_indices(logits, params.top_k) if 0 < params.top_k < len(logits) else None
     weights = (logits if ids is None else logits[ids]) - largest  # [vocab] or [top_k]
     with np.errstate(over="ignore"):  # a hugely negative logit at a small temperature is minus infinity
         if params.temperature != 1:
             weights *= min(1 / params.temperature, _MAX_SCALE)
+    exponents = weights.copy() if params.typical_p < 1 else weights
     np.exp(weights, out=weights)  # the largest weight is 1
 
     total = float(_block_sums(weights).sum())
     if params.top_p < 1:
-        kept = _top_p_indices(weights, total, params.top_p)
-        weights = weights[kept]
-        total = float(weights.sum(dtype=np.float64))
-        ids = kept if ids is None else ids[kept]
+        weights, total, ids = _keep(top_p_indices(weights, total, params.top_p), weights, ids)
+    if params.min_p > 0:
+        weights, total, ids = _keep(np.flatnonzero(weights >= params.min_p), weights, ids)
+    if params.typical_p < 1:
+        if len(exponents) > len(weights):  # a cut came before, so few are left
+            with np.errstate(divide="ignore"):
+                exponents = np.log(weights)
+        weights, total, ids = _keep(typical_indices(exponents, weights, total, params.typical_p), weights, ids)
     weights /= total
     if ids is None:
         return weights
@@ -154,6 +194,14 @@ def sample(weights: FloatArray, uniform: float) -> int:
     return block * _BLOCK + index
 
 
+def _keep(
+    kept: NDArray[np.intp], weights: FloatArray, ids: NDArray[np.intp] | None
+) -> tuple[FloatArray, float, NDArray[np.intp]]:
+    """The weights that a cut keeps, their sum, and their ids."""
+    weights = weights[kept]
+    return weights, float(weights.sum(dtype=np.float64)), kept if ids is None else ids[kept]
+
+
 def _block_sums(weights: FloatArray) -> NDArray[np.float64]:
     """Sums of blocks of `_BLOCK` weights, the last one maybe shorter."""
     full = len(weights) // _BLOCK
@@ -164,67 +212,46 @@ def _block_sums(weights: FloatArray) -> NDArray[np.float64]:
     return sums
 
 
-def _top_k_ids(logits: FloatArray, top_k: int) -> NDArray[np.intp]:
-    """Ids of the `top_k` largest logits."""
-    rows = len(logits) // _GROUPS
-    if rows < 4 or top_k > _GROUPS // 2:
-        return _largest(logits, _kth_largest(logits, top_k), top_k)
-    maxima = logits[: rows * _GROUPS].reshape(rows, _GROUPS).max(axis=0)
-    # `top_k` groups hold a logit of at least this, so no smaller one can be among the `top_k` largest.
-    candidates = np.flatnonzero(logits >= _kth_largest(maxima, top_k))
-    values = logits[candidates]
-    return candidates[_largest(values, _kth_largest(values, top_k), top_k)]
+def _check_number(name: str, value: object, expected: str, is_valid: Callable[[float], bool]) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
+        raise InvalidInputError(f"{name} must be {expected}, got {value!r:.80}.")
 
 
-def _top_p_indices(weights: FloatArray, total: float, top_p: float) -> NDArray[np.intp]:
-    """Indices of the smallest set of largest weights whose sum is at least `top_p * total`; the largest weight is 1."""
-    needed = top_p * total
-    candidates = np.flatnonzero(weights >= 1e-3)
-    values = weights[candidates]
-    if float(values.sum(dtype=np.float64)) < needed:
-        # Weights below this floor together fall short of (1 - top_p) * total.
-        candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-        values = weights[candidates]
-    return candidates[_indices_of_mass(values, needed)]
+def _check_count(name: str, value: object, zero: str) -> None:
+    if not _is_int(value) or value < 0:
+        raise InvalidInputError(f"{name} must be an integer of at least 0 ({zero}), got {value!r:.80}.")
 
 
-def _indices_of_mass(values: FloatArray, needed: float) -> NDArray[np.intp]:
-    """Indices of the smallest set of largest values whose sum is at least `needed`.
-
-    Sorting 10**5 values takes milliseconds, so bins are summed first and only the bin where the sum is reached is
-    sorted. The bins are the leading bits of the floats, which order positive floats by their size.
-    """
-    bits: NDArray[np.int64] = values.view(np.dtype(f"i{values.itemsize}"))
-    bins = (bits >> (8 * values.itemsize - 14)).astype(np.intp)
-    from_top = np.cumsum(np.bincount(bins, weights=values)[::-1])  # of the largest bin, of the two largest bins, …
-    last_bin = max(len(from_top) - 1 - int(np.searchsorted(from_top, needed)), int(bins.min()))
-    in_bin = np.flatnonzero(bins == last_bin)
-    higher = np.flatnonzero(bins > last_bin)
-
-    ordered = np.sort(values[in_bin])[::-1]
-    mass = values[higher].sum(dtype=np.float64) + np.cumsum(ordered, dtype=np.float64)
-    count = min(int(np.searchsorted(mass, needed)) + 1, len(ordered))
-    chosen = in_bin[_largest(values[in_bin], ordered[count - 1], count)]
-    return np.concatenate((higher, chosen))
+def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    """Check a logit bias and bring it to pairs in the order of the ids."""
+    expected = "logit_bias must map token ids to finite numbers"
+    try:
+        pairs = list(bias.items() if isinstance(bias, Mapping) else bias)  # type: ignore[call-overload]
+        checked = {operator.index(token_id): value for token_id, value in pairs}
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{expected}, got {bias!r:.80}.") from error
+    for token_id, value in checked.items():
+        if token_id < 0 or not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise InvalidInputError(f"{expected}, got {value!r:.80} for id {token_id}.")
+    return tuple(sorted((token_id, float(value)) for token_id, value in checked.items()))
 
 
-def _kth_largest(values: FloatArray, k: int) -> Any:
-    return np.partition(values, len(values) - k)[len(values) - k]
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    try:
+        ids = tuple(operator.index(value) for value in values)  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise InvalidInputError(f"{name} must be integer token ids, got {values!r:.80}.") from error
+    if ids and min(ids) < 0:
+        raise InvalidInputError(f"{name} must be token ids of at least 0, got {min(ids)}.")
+    return ids
 
 
-def _largest(values: FloatArray, cutoff: Any, count: int) -> NDArray[np.intp]:
-    """Indices of the `count` largest values, of which `cutoff` is the smallest; the lowest index first among equals."""
-    above = np.flatnonzero(values > cutoff)
-    ties = np.flatnonzero(values == cutoff)[: count - len(above)]
-    return np.concatenate((above, ties))
-
-
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 def _no_distribution(largest: float, where: str) -> ModelOutputError:

@@ -14,7 +14,9 @@ class Stats:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        new_tokens: tokens emitted; the first one comes from the target's pass over the prompt, the others from rounds.
+        new_tokens: tokens emitted.
+        prefill_tokens: how many of them came from the target's pass over the prompt: one, and those that sampling
+            parameters or a constraint forced before it. The others come from rounds.
         rounds: target passes after the one over the prompt.
         proposed_at: `proposed_at[i]` rounds proposed an (i + 1)-th drafted token.
         accepted_at: in `accepted_at[i]` rounds the (i + 1)-th drafted token was accepted. A verdict counts in full,
@@ -27,6 +29,7 @@ class Stats:
 
     prompt_tokens: int
     new_tokens: int = 0
+    prefill_tokens: int = 0
     rounds: int = 0
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
@@ -52,11 +55,11 @@ class Stats:
 
     @property
     def block_efficiency(self) -> float | None:
-        """Tokens emitted per target pass, the pass over the prompt and its token left out; None before a round.
+        """Tokens emitted per target pass, the pass over the prompt and its tokens left out; None before a round.
 
         Plain decoding has 1; K drafted tokens a round give at most K + 1.
         """
-        return (self.new_tokens - 1) / self.rounds if self.rounds else None
+        return (self.new_tokens - self.prefill_tokens) / self.rounds if self.rounds else None
 
     @property
     def overhead_s(self) -> float:
@@ -65,17 +68,19 @@ class Stats:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Milliseconds of `decode_s` per token emitted in it (all but the first); None before a second token."""
-        return 1000 * self.decode_s / (self.new_tokens - 1) if self.new_tokens > 1 else None
+        """Milliseconds of `decode_s` per token emitted in it, by rounds; None before the first round."""
+        decoded = self.new_tokens - self.prefill_tokens
+        return 1000 * self.decode_s / decoded if decoded > 0 else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens emitted per second of `decode_s`; None before a second token."""
-        return (self.new_tokens - 1) / self.decode_s if self.new_tokens > 1 and self.decode_s > 0 else None
+        """Tokens emitted by rounds per second of `decode_s`; None before the first round."""
+        decoded = self.new_tokens - self.prefill_tokens
+        return decoded / self.decode_s if decoded > 0 and self.decode_s > 0 else None
 
-    def after_prefill(self) -> Stats:
-        """These with the first token counted."""
-        return replace(self, new_tokens=1)
+    def after_prefill(self, num_emitted: int) -> Stats:
+        """These with the tokens of the target's pass over the prompt counted."""
+        return replace(self, new_tokens=num_emitted, prefill_tokens=num_emitted)
 
     def after_round(self, num_proposed: int, num_accepted: int, num_emitted: int) -> Stats:
         """These with one more round counted."""

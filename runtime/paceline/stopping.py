@@ -27,12 +27,21 @@ class Cutter:
 
     A stop token ends the text and belongs to its ids but not to its text. A stop string ends the ids with the token
     that completes it, and the text just before it; text that may be the beginning of one is held back until decided.
+    Text of the first `min_tokens - 1` tokens is no part of a stop string; that they hold no stop token is up to the
+    sampler.
     """
 
     def __init__(
-        self, *, limit: int, stop_token_ids: frozenset[int], stop: tuple[str, ...], stream: TextStream | None
+        self,
+        *,
+        limit: int,
+        stop_token_ids: frozenset[int],
+        stop: tuple[str, ...],
+        stream: TextStream | None,
+        min_tokens: int = 0,
     ) -> None:
         self._limit = limit
+        self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._stop = stop
         self._stream = stream
@@ -69,6 +78,8 @@ class Cutter:
     def _release(self, piece: str) -> tuple[str, bool]:
         """Take in readable text; return what no stop string can claim any more, and whether one is complete."""
         held = self._held + piece
+        if self._num_tokens < self._min_tokens:
+            return held, False
         starts = [start for stop in self._stop if (start := held.find(stop)) >= 0]
         if starts:
             return held[: min(starts)], True

@@ -65,9 +65,9 @@ class Streams:
                 raise InvalidInputError(f"{name} must be an integer from 0 to 2**64 - 1, got {value!r}.")
 
     @classmethod
-    def from_seed(cls, seed: int | None) -> Streams:
-        """Streams for this seed; None takes a fresh one from the operating system."""
-        return cls(secrets.randbits(64) if seed is None else seed)
+    def from_seed(cls, seed: int | None, request: int = 0) -> Streams:
+        """Streams for this seed and request; None takes a fresh seed from the operating system."""
+        return cls(secrets.randbits(64) if seed is None else seed, request)
 
     def uniform(self, position: int, purpose: Purpose, round_start: int = 0) -> float:
         """Random number in [0, 1), a multiple of 2**-53.

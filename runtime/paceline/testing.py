@@ -15,11 +15,13 @@ from typing import Self, cast
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .drafters import Drafter, DraftModelDrafter
+from .constraint import Constraint, ConstraintMasks
+from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
 from .errors import InvalidInputError
-from .generation import play_round
 from .kv_cache import KVCache
 from .model import CausalLM
+from .rounds import play_round
+from .row_sampler import RowSampler
 from .sampling import FloatArray, SamplingParams
 from .streams import Chance, Purpose
 from .verify import Draft
@@ -215,6 +217,10 @@ def enumerate_law(
     draft_sampling: SamplingParams | None = None,
     new_drafter: Callable[[], Drafter] | None = None,
     vocab_size: int | None = None,
+    rule: str = "token",
+    constraint: Constraint | None = None,
+    end_token_ids: frozenset[int] = frozenset(),
+    draft_logit_ids: NDArray[np.int64] | None = None,
 ) -> dict[tuple[int, ...], float]:
     """Exact distribution of the next `num_tokens` tokens that rounds of speculative sampling produce.
 
@@ -230,37 +236,54 @@ def enumerate_law(
         draft_sampling: the draft model's, `sampling` by default.
         new_drafter: makes a drafter to use instead of `draft`.
         vocab_size: the common vocabulary, the target's width by default.
+        rule: a key of `VERIFICATION_RULES`.
+        constraint: says what may follow a prefix, in the target's and the draft model's eyes.
+        end_token_ids: end a text.
+        draft_logit_ids: the ids that the draft model's logits stand for; see `DraftModelDrafter`.
 
     Returns:
-        Probability of each sequence of `num_tokens` ids; sequences of probability 0 are left out.
+        Probability of each sequence of `num_tokens` ids, or fewer where it ends with one of `end_token_ids`;
+        sequences of probability 0 are left out.
     """
     vocab = vocab_size or target.vocab_size
 
+    masks = ConstraintMasks(constraint, vocab) if constraint else None
+
+    def row_sampler(params: SamplingParams) -> RowSampler:
+        return RowSampler(
+            params, vocab_size=vocab, num_prompt_tokens=len(prompt), end_token_ids=end_token_ids, masks=masks
+        )
+
     def make_drafter() -> Drafter | None:
         if new_drafter is not None:
-            return new_drafter()
+            return CheckedDrafter(new_drafter(), vocab)
         if draft is None:
             return None
-        return DraftModelDrafter(draft, draft.new_cache(draft.max_length), draft_sampling or sampling, vocab)
+        cache = draft.new_cache(draft.max_length)
+        return DraftModelDrafter(draft, cache, row_sampler(draft_sampling or sampling), vocab, draft_logit_ids)
 
     def one_round(text: tuple[int, ...], num_left: int, chance: Chance) -> tuple[int, ...]:
         tokens = [*prompt, *text]
         play_round(
             tokens,
-            min(num_draft_tokens, num_left - 1),
+            num_left,
+            num_draft_tokens,
             target=target,
             cache=target.new_cache(target.max_length),
             drafter=make_drafter(),
-            sampling=sampling,
+            sampler=row_sampler(sampling),
             vocab_size=vocab,
             chance=chance,
+            rule=rule,
         )
-        return tuple(tokens[len(prompt) :])
+        new_text = tokens[len(prompt) :]
+        end = next((place for place, token in enumerate(new_text) if token in end_token_ids), len(new_text))
+        return tuple(new_text[: end + 1])
 
     # What follows a text depends on the text alone, so texts that several rounds lead to are continued once.
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(num_tokens):
-        for text in [text for text in law if len(text) == length]:
+        for text in [text for text in law if len(text) == length and end_token_ids.isdisjoint(text)]:
             reached = law.pop(text)
             num_left = num_tokens - length
 

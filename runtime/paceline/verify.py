@@ -1,7 +1,8 @@
 """Verification: how many drafted tokens stand, and which token follows them.
 
 Sources: modified rejection sampling of Chen et al. 2023 (arXiv 2302.01318, theorem 1), the same as Leviathan et al.
-2022 (arXiv 2211.17192). For any draft the emitted tokens have the law of the target.
+2022 (arXiv 2211.17192), and block verification of Sun et al. 2024 (arXiv 2403.10444, algorithm 2). For any draft
+whose probabilities are those that it was drawn from, the emitted tokens have the law of the target.
 
 Positions are indices in the text, prompt included. A target row is turned into probabilities only when it is
 reached: rows behind a rejection cost nothing.
@@ -10,24 +11,29 @@ reached: rows behind a rejection cost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 
 from .errors import InvalidInputError
-from .sampling import FloatArray, SamplingParams, distribution, greedy_token
+from .row_sampler import RowSampler
+from .sampling import FloatArray
 from .streams import Chance, Purpose
 
 __all__ = [
     "NO_DRAFT",
+    "VERIFICATION_RULES",
     "Draft",
+    "DraftProbs",
     "TargetProbs",
     "Verdict",
     "acceptance",
     "residual",
     "verify",
+    "verify_block",
     "verify_deterministic",
     "verify_greedy",
     "verify_token",
@@ -35,6 +41,8 @@ __all__ = [
 
 # The target's distribution `[vocab]` at a row: row i scores the i-th drafted token, the last row the bonus token.
 TargetProbs: TypeAlias = Callable[[int], FloatArray]
+# A drafted token's distribution `[vocab]`; None is a distribution that is 1 at the token, which was not drawn.
+DraftProbs: TypeAlias = FloatArray | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +52,15 @@ class Draft:
     Attributes:
         tokens: k token ids.
         probs: k rows `[vocab]`, the distributions that the tokens were really drawn from, over the common vocabulary
-            (0 where the draft model has no logit). None says that the proposal is deterministic: given the text,
-            no other tokens could have been proposed.
+            (0 where the draft model has no logit). A row may be None: given the text before it, no other token could
+            have been proposed. None instead of the rows says so of the whole proposal.
 
     Raises:
         InvalidInputError: as many rows as tokens are expected.
     """
 
     tokens: tuple[int, ...]
-    probs: Sequence[FloatArray] | None
+    probs: Sequence[DraftProbs] | None
 
     def __post_init__(self) -> None:
         if self.probs is not None and len(self.probs) != len(self.tokens):
@@ -73,32 +81,33 @@ class Verdict:
     next_token: int
 
 
-def verify(draft: Draft, logits: FloatArray, sampling: SamplingParams, chance: Chance, position: int) -> Verdict:
+def verify(
+    draft: Draft, logits: FloatArray, sampler: RowSampler, tokens: Sequence[int], chance: Chance, rule: str = "token"
+) -> Verdict:
     """Verify a draft by the rule that its kind and the sampling call for.
 
     Args:
         draft: k tokens; k may be 0, then the verdict is the plain next token.
         logits: the target's `[k + 1, vocab]`.
-        sampling: the target's.
+        sampler: the target's.
+        tokens: the text before the draft.
         chance: decides.
-        position: of the first drafted token.
+        rule: a key of `VERIFICATION_RULES`, for drafts with probabilities. A greedy target, or a deterministic
+            proposal as a whole, has one best rule of its own.
 
     Raises:
         ModelOutputError: a row that is reached has NaN, plus infinity, or no finite logit.
+        InvalidInputError: the sampler cannot make a distribution of a row that is reached.
     """
-
-    def where(row: int) -> str:
-        return f"The target model's logits for position {position + row}"
-
-    if sampling.greedy:
-        return verify_greedy(draft.tokens, lambda row: greedy_token(logits[row], where(row)))
+    if sampler.greedy:
+        return verify_greedy(draft.tokens, lambda row: sampler.greedy_token(logits[row], tokens, draft.tokens[:row]))
 
     def target_probs(row: int) -> FloatArray:
-        return distribution(logits[row], sampling, where(row))
+        return sampler.distribution(logits[row], tokens, draft.tokens[:row])
 
     if draft.probs is None:
-        return verify_deterministic(draft.tokens, target_probs, chance, position)
-    return verify_token(draft.tokens, draft.probs, target_probs, chance, position)
+        return verify_deterministic(draft.tokens, target_probs, chance, len(tokens))
+    return VERIFICATION_RULES[rule](draft.tokens, draft.probs, target_probs, chance, len(tokens))
 
 
 def verify_greedy(tokens: Sequence[int], target_token: Callable[[int], int]) -> Verdict:
@@ -110,9 +119,23 @@ def verify_greedy(tokens: Sequence[int], target_token: Callable[[int], int]) -> 
     return Verdict(len(tokens), target_token(len(tokens)))
 
 
+def verify_deterministic(tokens: Sequence[int], target_probs: TargetProbs, chance: Chance, position: int) -> Verdict:
+    """Draw from the target and accept while the draw equals the proposal; the first that differs is the next token.
+
+    This is modified rejection sampling with draft distributions that are 1 at the proposal. The draws are those of
+    plain decoding, so with the same seed the text is the same as well.
+    """
+    for row, token in enumerate(tokens):
+        drawn = chance.draw(target_probs(row), position + row, Purpose.TARGET)
+        if drawn != token:
+            return Verdict(row, drawn)
+    bonus = chance.draw(target_probs(len(tokens)), position + len(tokens), Purpose.TARGET)
+    return Verdict(len(tokens), bonus)
+
+
 def verify_token(
     tokens: Sequence[int],
-    draft_probs: Sequence[FloatArray],
+    draft_probs: Sequence[DraftProbs],
     target_probs: TargetProbs,
     chance: Chance,
     position: int,
@@ -125,40 +148,105 @@ def verify_token(
     for row, token in enumerate(tokens):
         target_row = target_probs(row)  # [vocab]
         draft_row = draft_probs[row]  # [vocab]
-        if not chance.happens(acceptance(target_row[token], draft_row[token]), position + row, Purpose.ACCEPT):
-            recovered = chance.draw(residual(target_row, draft_row), position + row, Purpose.RECOVER)
-            return Verdict(row, recovered)
+        if not chance.happens(
+            acceptance(target_row[token], _draft_prob(draft_row, token)), position + row, Purpose.ACCEPT
+        ):
+            weights = residual(target_row, draft_row, token)
+            return Verdict(row, chance.draw(weights, position + row, Purpose.RECOVER))
     bonus = chance.draw(target_probs(len(tokens)), position + len(tokens), Purpose.TARGET)
     return Verdict(len(tokens), bonus)
 
 
-def verify_deterministic(tokens: Sequence[int], target_probs: TargetProbs, chance: Chance, position: int) -> Verdict:
-    """Draw from the target and accept while the draw equals the proposal; the first that differs is the next token.
+def verify_block(
+    tokens: Sequence[int],
+    draft_probs: Sequence[DraftProbs],
+    target_probs: TargetProbs,
+    chance: Chance,
+    position: int,
+) -> Verdict:
+    """Block verification: judges prefixes of the draft as a whole and accepts at least as many tokens on average.
 
-    This is modified rejection sampling with a draft distribution that is 1 at the proposal.
+    A token less probable for the target than for the draft may be made up for by tokens behind it, so every prefix
+    is tried and the longest that stands wins. `reached[i]` is p_i of the paper, `_block_acceptance` its h_i.
     """
+    count = len(tokens)
+    rows: list[FloatArray] = []
+    reached = [1.0]
     for row, token in enumerate(tokens):
-        drawn = chance.draw(target_probs(row), position + row, Purpose.TARGET)
-        if drawn != token:
-            return Verdict(row, drawn)
-    bonus = chance.draw(target_probs(len(tokens)), position + len(tokens), Purpose.TARGET)
-    return Verdict(len(tokens), bonus)
+        rows.append(target_probs(row))
+        ratio = _ratio(rows[row][token], _draft_prob(draft_probs[row], token))
+        reached.append(min(1.0, reached[row] * ratio))
+        if reached[-1] == 0:  # nor can a longer prefix stand
+            break
+
+    for num_accepted in range(len(rows), 0, -1):
+        scale = reached[num_accepted]
+        if num_accepted == count:
+            probability = scale
+        elif scale == 0:
+            continue
+        else:
+            over = _excess(rows[num_accepted], draft_probs[num_accepted], tokens[num_accepted], scale)
+            probability = _block_acceptance(scale, float(over.sum()))
+        if chance.happens(probability, position + num_accepted - 1, Purpose.ACCEPT):
+            break
+    else:
+        num_accepted = 0
+
+    if num_accepted == count:
+        return Verdict(count, chance.draw(target_probs(count), position + count, Purpose.TARGET))
+    weights = residual(rows[num_accepted], draft_probs[num_accepted], tokens[num_accepted], reached[num_accepted])
+    return Verdict(num_accepted, chance.draw(weights, position + num_accepted, Purpose.RECOVER))
+
+
+# Exact rules for drafts with probabilities, by name. A rule that gives up the target's law has no place here.
+VERIFICATION_RULES: Mapping[str, Callable[[Sequence[int], Sequence[DraftProbs], TargetProbs, Chance, int], Verdict]] = (
+    MappingProxyType({"token": verify_token, "block": verify_block})
+)
 
 
 def acceptance(target_prob: float, draft_prob: float) -> float:
     """Probability min(1, target_prob / draft_prob) that a drafted token stands; 0 where the target never goes."""
-    if not target_prob > 0:
-        return 0.0
-    if target_prob >= draft_prob:
-        return 1.0
-    return float(target_prob) / float(draft_prob)
+    return min(1.0, _ratio(target_prob, draft_prob))
 
 
-def residual(target_row: FloatArray, draft_row: FloatArray) -> FloatArray:
-    """Weights `[vocab]` of the recovered token: max(target_probs - draft_probs, 0), not normalised.
+def residual(target_row: FloatArray, draft_row: DraftProbs, token: int, scale: float = 1.0) -> FloatArray:
+    """Weights `[vocab]` of the recovered token: max(scale · target_probs - draft_probs, 0), not normalised.
 
     Where the two rows are equal up to rounding nothing is left (or, with a broken draft, NaN): then the target's row.
+
+    Args:
+        target_row: float `[vocab]`.
+        draft_row: float `[vocab]`, or None for the distribution that is 1 at `token`.
+        token: the drafted token.
+        scale: from 0 to 1, below 1 where the block rule has used up a part of the target's probability.
     """
-    weights = target_row - draft_row
-    np.maximum(weights, 0, out=weights)
+    weights = _excess(target_row, draft_row, token, scale)
     return weights if 0 < float(weights.sum()) < math.inf else target_row
+
+
+def _excess(target_row: FloatArray, draft_row: DraftProbs, token: int, scale: float) -> FloatArray:
+    weights = target_row.copy() if scale == 1 else target_row * np.asarray(scale, target_row.dtype)
+    if draft_row is None:
+        weights[token] = 0
+        return weights
+    weights -= draft_row
+    np.maximum(weights, 0, out=weights)
+    return weights
+
+
+def _block_acceptance(scale: float, over: float) -> float:
+    """h_i: probability that the prefix stands if no longer one does; 0 / 0 is 1."""
+    rest = over + 1 - scale
+    return over / rest if rest > 0 else 1.0
+
+
+def _ratio(target_prob: float, draft_prob: float) -> float:
+    """target_prob / draft_prob; 0 where the target never goes or either is NaN, infinite where only the draft is 0."""
+    if not target_prob > 0 or math.isnan(draft_prob):
+        return 0.0
+    return float(target_prob) / float(draft_prob) if draft_prob > 0 else math.inf
+
+
+def _draft_prob(draft_row: DraftProbs, token: int) -> float:
+    return 1.0 if draft_row is None else float(draft_row[token])

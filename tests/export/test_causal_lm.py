@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny import sizes
 
 from paceline.errors import CheckpointError
-from paceline_export.causal_lm import trace
+from paceline_export.causal_lm import _fixed_factors, trace
 from paceline_export.passes.norms import fuse_residual_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
 
@@ -97,9 +98,11 @@ REFUSED = [
         transformers.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
         "exchanged",
     ),
-    (transformers.GemmaConfig(**sizes(head_dim=16)), "computes 'model.embed_tokens.embed_scale'"),
-    (transformers.Gemma3TextConfig(**sizes(head_dim=16)), "not supported"),
-    (transformers.Olmo3Config(**sizes()), "by several tables"),
+    (transformers.LlamaConfig(**sizes(head_dim=24)), "heads of 24 values"),
+    (
+        transformers.LlamaConfig(**sizes(rope_parameters={"rope_type": "default", "rope_theta": 0.0})),
+        "is no number at some positions",
+    ),
     (transformers.HunYuanDenseV1Config(**sizes(head_dim=16)), "between rotation and attention"),
     (transformers.MixtralConfig(**sizes(num_local_experts=4)), "torch cannot trace MixtralForCausalLM"),
     (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
@@ -112,3 +115,28 @@ def test_what_cannot_be_expressed_is_refused_with_the_reason(config: Any, reason
     with pytest.raises(CheckpointError, match=reason):
         trace(config, max_length=64)
     assert time.perf_counter() - started < 30  # before any heavy work
+
+
+def test_only_factors_may_be_computed() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("scale", torch.tensor(3.0), persistent=False)
+    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
+        _fixed_factors(model)
+    setattr(model, "scalar_scale", 3.0)  # noqa: B010 -- mypy takes an attribute of a module for a tensor
+    assert _fixed_factors(model) == {"scale": torch.tensor(3.0)}
+    model.register_buffer("scale", torch.ones(2), persistent=False)
+    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
+        _fixed_factors(model)
+
+
+def test_layers_rotate_by_the_tables_of_their_kind() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    traced = trace(transformers.Gemma3TextConfig(**sizes(head_dim=16, layer_types=kinds)), max_length=64)
+    nodes = [node for node in traced.model.graph if node.op_type == "GroupQueryAttention"]
+    assert [node.inputs[7].name for node in nodes] == [f"rotary.cos_{kind}" for kind in kinds]
+    assert [node.inputs[8].name for node in nodes] == [f"rotary.sin_{kind}" for kind in kinds]
+    # the second frequency of eight: theta ** (-1 / 8), a theta of 10,000 and of 1,000,000
+    for kind, theta in zip(kinds, (1e4, 1e6), strict=True):
+        angle = torch.tensor(5 * theta ** (-1 / 8))
+        torch.testing.assert_close(traced.constants[f"rotary.cos_{kind}"][5, 1], angle.cos())
+    assert traced.constants["model.embed_tokens.embed_scale"] == 8

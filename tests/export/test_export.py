@@ -24,9 +24,12 @@ from tiny import sizes, tiny_checkpoint, tiny_tokenizer
 import paceline
 from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError, PacelineError
+from paceline.ort import OrtModel
 from paceline.testing import ScriptedDrafter
-from paceline_export.export import ExportReport, export_bundle
-from paceline_export.parity import check_bundle
+from paceline_export.checkpoint import Checkpoint
+from paceline_export.export import ExportReport, _end_tokens, export_bundle
+from paceline_export.pair import token_texts
+from paceline_export.parity import check_bundle, reference_model
 from paceline_export.source import resolve
 
 
@@ -77,6 +80,17 @@ ARCHITECTURES = {
     ),
     "granite, scaled everywhere": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
     "phi3, packed projections": transformers.Phi3Config(**sizes()),
+    "gemma, scaled embedding": transformers.GemmaConfig(**sizes(head_dim=16, tie_word_embeddings=False)),
+    "gemma2, window and bounded scores": transformers.Gemma2Config(
+        **sizes(head_dim=16, sliding_window=16, attn_logit_softcapping=5.0, tie_word_embeddings=False)
+    ),
+    "gemma3, two rotations": transformers.Gemma3TextConfig(
+        **sizes(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+        | {"tie_word_embeddings": False}
+    ),
+    "olmo3, norms behind": transformers.Olmo3Config(
+        **sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    ),
     "one kv head": transformers.LlamaConfig(**sizes(num_key_value_heads=1)),
 }
 
@@ -263,20 +277,170 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
         export(folder, tmp_path / "bundle")
 
 
-def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    with pytest.raises(CheckpointError, match="transformers cannot read this checkpoint"):
+def edited(llama: Path, folder: Path, name: str, **changes: Any) -> Path:
+    """A copy of a checkpoint with other entries in one of its JSON files."""
+    shutil.copytree(llama, folder)
+    data = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(data | changes))
+    return folder
+
+
+@pytest.fixture
+def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("The fault was not found before the trace, which takes long.")
+
+    monkeypatch.setattr("paceline_export.export.trace", reached)
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(
+            (setting, value)
+            for setting in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+            for value in (0, -4, "4", None, 1.5)
+        ),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", 3),
+        *(("num_key_value_heads", value) for value in (0, -1, 3, 8, "2")),
+        *(("head_dim", value) for value in (0, 15, -16, 24, 32, "16")),
+        *(("max_position_embeddings", value) for value in (0, -1, "a")),
+        *(("intermediate_size", value) for value in (0, -1, 128, None)),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0.0}),
+        ("rope_parameters", {"rope_type": ["x"]}),
+        ("eos_token_id", "x"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused_at_once(
+    llama: Path, tmp_path: Path, setting: str, value: object
+) -> None:
+    folder = edited(llama, tmp_path / "m", "config.json", **{setting: value})
+    with pytest.raises(CheckpointError):
+        export(folder, tmp_path / "bundle")
+    assert not list(tmp_path.glob("*bundle*"))
+
+
+def test_what_is_wrong_with_a_size_is_said(llama: Path, tmp_path: Path) -> None:
+    folder = edited(llama, tmp_path / "m", "config.json", num_hidden_layers=0)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers=0; expected a whole number of at least 1\. Take"):
         export(folder, tmp_path / "bundle")
 
 
-def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json"]
+)
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b"[1]", b"", b"[" * 100_000], ids=range(5))
+def test_files_that_are_no_json_objects_are_refused(llama: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(llama, folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError):
+        export(folder, tmp_path / "bundle")
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        *(
+            ("generation_config.json", {"eos_token_id": value}, "generation_config.json: eos_token_id is .* expected a")
+            for value in ("x", 1.5, [260, "x"], [[260]], {"a": 1}, True, -1)
+        ),
+        ("generation_config.json", {"eos_token_id": 262}, "end at token 262 .* ids end at 261. Correct"),
+        ("tokenizer_config.json", {"eos_token": 5}, "cannot read"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"260": 5}}, "cannot read"),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "cannot read"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template of its tokenizer is 5; expected a text"),
+        ("tokenizer_config.json", {"chat_template": "\ud800"}, "expected a text that UTF-8 can hold"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_with_the_mend(
+    llama: Path, tmp_path: Path, name: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        export(edited(llama, tmp_path / "m", name, **changes), tmp_path / "bundle")
+
+
+def test_an_absurd_token_id_takes_no_memory(llama: Path, tmp_path: Path) -> None:
+    vocabulary = json.loads((llama / "tokenizer.json").read_text())["model"]
+    vocabulary["vocab"]["zzz"] = 4_000_000_000
+    folder = edited(llama, tmp_path / "m", "tokenizer.json", model=vocabulary)
+    with pytest.raises(CheckpointError, match="has 4000000001 ids, but the model knows only 272"):
+        export(folder, tmp_path / "bundle")
+    with pytest.raises(CheckpointError, match="has 4000000001 ids, but the model knows only 272"):
+        export(llama, tmp_path / "bundle", folder)
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    checkpoint = Checkpoint.open(resolve(str(folder)))
+    return _end_tokens(checkpoint, token_texts(checkpoint.tokenizer))
+
+
+def test_a_text_ends_where_the_settings_say_and_by_names_only_without_any(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**sizes())
+    folder = tiny_checkpoint(tmp_path / "m", config, tiny_tokenizer(("<|im_end|>", "<|endoftext|>")))
+    assert end_tokens(folder) == (260,)
+    assert end_tokens(edited(folder, tmp_path / "a", "generation_config.json", eos_token_id=[263, 5])) == (5, 263)
+    nothing = edited(folder, tmp_path / "b", "generation_config.json", eos_token_id=None)
+    assert end_tokens(nothing) == (260, 262, 263)
+    (folder / "generation_config.json").unlink()
+    assert end_tokens(folder) == (260,)  # of config.json, which transformers takes, too
+    assert end_tokens(edited(folder, tmp_path / "c", "config.json", eos_token_id=None)) == (260, 262, 263)
+
+
+@pytest.mark.usefixtures("no_trace")
+def test_weights_of_another_size_are_refused(llama: Path, tmp_path: Path) -> None:
+    folder = edited(llama, tmp_path / "m", "config.json", intermediate_size=128)
     with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.gate_proj.weight' has shape \(96, 64\)"):
         export(folder, tmp_path / "bundle", precision="int4")
+
+
+@pytest.mark.usefixtures("no_trace")
+def test_a_missing_tensor_is_found_before_the_trace_and_one_too_many_is_allowed(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, tmp_path / "m")
+    weights = load_file(llama / "model.safetensors")
+    save_file(weights | {"extra": torch.ones(3)}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(pytest.fail.Exception, match="before the trace"):
+        export(tmp_path / "m", tmp_path / "bundle")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.1.mlp.down_proj.weight'"):
+        export(tmp_path / "m", tmp_path / "bundle")
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.1.mlp.down_proj.weight'"):
+        export(llama, tmp_path / "bundle", tmp_path / "m")
+    assert not list(tmp_path.glob("*bundle*"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("fp32", "model.norm.weight"),
+        ("fp32", "model.embed_tokens.weight"),
+        ("fp16", "model.layers.1.mlp.up_proj.weight"),
+        ("int8", "model.embed_tokens.weight"),
+        ("int4", "model.norm.weight"),
+        ("int4", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    llama: Path, tmp_path: Path, precision: str, name: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, tmp_path / "m")
+    value = {"fp32": float("nan"), "fp16": 65520.0, "int8": float("-inf"), "int4": float("nan")}[precision]
+    weights = load_file(llama / "model.safetensors")
+    weights[name].view(-1)[7] = value
+    save_file(weights, tmp_path / "m" / "model.safetensors")
+    message = "float16 ends at 65504" if precision == "fp16" else "NaN or infinite"
+    with pytest.raises(CheckpointError, match=f"'{name}' holds values .*{message}"):
+        export(tmp_path / "m", tmp_path / "bundle", precision=precision)
+    assert not list(tmp_path.glob("*bundle*"))
 
 
 def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +449,18 @@ def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("paceline_export.export.ir.save", full)
     with pytest.raises(PacelineError, match="disk is full"):
+        export(llama, tmp_path / "bundle")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exit_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a command line does at SIGTERM, so that its caller need not clean up."""
+
+    def ended(*args: Any, **kwargs: Any) -> None:
+        sys.exit(143)
+
+    monkeypatch.setattr("paceline_export.export.ir.save", ended)
+    with pytest.raises(SystemExit):
         export(llama, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())
 
@@ -370,6 +546,25 @@ def test_the_check_finds_a_planted_fault(pair: Path, tmp_path: Path) -> None:
         report = check_bundle_target(bundle)
         assert not report.passed, plant.__name__
         assert "a logit differs" in str(report.models[0].reason)
+
+
+def test_positions_behind_the_first_piece_of_a_prompt_are_torch(tmp_path: Path) -> None:
+    """A prompt is fed in pieces; `check_bundle` sees the first one alone, since torch takes long for more."""
+    config = transformers.LlamaConfig(**sizes(max_position_embeddings=512))
+    export(tiny_checkpoint(tmp_path / "m", config), tmp_path / "bundle")
+    bundle = Bundle.open(tmp_path / "bundle")
+    model, reference = OrtModel.open(bundle, "target"), reference_model(bundle, bundle.manifest.target)
+    prompt, block, other = (np.random.default_rng(i).integers(0, 256, n).tolist() for i, n in enumerate((300, 5, 4)))
+    cache = model.new_cache(320)
+    found = [model.forward(prompt, cache, 2).copy(), model.forward(block, cache, 5).copy()]
+    cache.rollback(301)
+    found.append(model.forward(other, cache, 4).copy())
+    with torch.no_grad():
+        first = reference(torch.tensor([prompt + block])).logits[0, 298:]
+        second = reference(torch.tensor([prompt + block[:1] + other])).logits[0, -4:]
+    expected = torch.cat((first, second)).numpy()
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=1e-3)
+    assert np.ptp(expected) > 1  # the tolerance is small beside the logits
 
 
 def check_bundle_target(bundle: Bundle) -> Any:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -171,6 +172,27 @@ def test_a_full_disk_is_told(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("paceline_export.fetch.snapshot_on_disk", lambda _: None)
     with pytest.raises(FetchError, match=r"disk of the hub's cache became full .*HF_HOME"):
         fetch("org/model", cache_dir=tmp_path)
+
+
+def test_a_name_that_is_looked_up_for_ever_is_given_up(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """getaddrinfo obeys no timeout of a socket."""
+    done = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        done.wait(60)
+        raise OSError("no such name")
+
+    monkeypatch.setattr("socket.getaddrinfo", hang)
+    monkeypatch.setattr("paceline_export.hub._PROBE_DEADLINE", 0.5)
+    started = time.perf_counter()
+    try:
+        with pytest.raises(FetchError, match=r"does not answer for org/model .*no answer within 0.5 s"):
+            fetch("org/model", cache_dir=tmp_path)
+        assert time.perf_counter() - started < 10
+    finally:
+        done.set()
 
 
 def test_offline_mode_is_told(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from paceline_export.source import Source
 
 def checkpoint(name: str, tokenizer: Any, vocab_size: int) -> Checkpoint:
     source = Source(name, "folder", Path(name), None, (Path(name) / "model.safetensors",))
-    return Checkpoint(source, cast(Any, SimpleNamespace(vocab_size=vocab_size)), tokenizer, {})
+    return Checkpoint(source, cast(Any, SimpleNamespace(vocab_size=vocab_size)), tokenizer, {}, None)
 
 
 def test_one_tokenizer_with_padded_widths_is_legal() -> None:  # case 17

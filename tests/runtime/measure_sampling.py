@@ -9,9 +9,10 @@ import time
 
 import numpy as np
 
-from paceline.sampling import FloatArray, SamplingParams, distribution, greedy_token
+from paceline.row_sampler import RowSampler
+from paceline.sampling import FloatArray, SamplingParams
 from paceline.streams import Purpose, Streams
-from paceline.verify import Draft, verify
+from paceline.verify import VERIFICATION_RULES, Draft, DraftProbs, verify
 
 VOCAB, NUM_DRAFT_TOKENS, ROUNDS = 151_936, 4, 60
 
@@ -21,7 +22,12 @@ SAMPLINGS = {
     "top-p 0.95": SamplingParams(0.8, top_p=0.95),
     "top-k 40": SamplingParams(0.8, top_k=40),
     "top-k 40, top-p 0.95": SamplingParams(0.8, top_k=40, top_p=0.95),
+    "min-p 0.05": SamplingParams(0.8, min_p=0.05),
+    "typical-p 0.95": SamplingParams(0.8, typical_p=0.95),
+    "penalties": SamplingParams(0.8, repetition_penalty=1.1, frequency_penalty=0.2, no_repeat_ngram_size=4),
 }
+# A text of this length stands before the round, half of it prompt.
+TEXT_LENGTH = 1024
 
 
 def make_logits(kind: str, rng: np.random.Generator) -> FloatArray:
@@ -33,17 +39,21 @@ def make_logits(kind: str, rng: np.random.Generator) -> FloatArray:
     return (rows + 0.5 * rng.standard_normal(shape)).astype(np.float32)
 
 
-def one_round(draft_logits: FloatArray, target_logits: FloatArray, params: SamplingParams, streams: Streams) -> int:
+def one_round(
+    draft_logits: FloatArray, target_logits: FloatArray, samplers: list[RowSampler], text: list[int], rule: str
+) -> int:
+    draft_sampler, target_sampler = samplers
+    streams = Streams(int(text[-1]))
     tokens: list[int] = []
-    probs: list[FloatArray] = []
+    probs: list[DraftProbs] = []
     for row, logits in enumerate(draft_logits):
-        if params.greedy:
-            tokens.append(greedy_token(logits))
+        if draft_sampler.greedy:
+            tokens.append(draft_sampler.greedy_token(logits, text, tokens))
         else:
-            probs.append(distribution(logits, params))
-            tokens.append(streams.draw(probs[-1], row, Purpose.DRAFT))
-    draft = Draft(tuple(tokens), None if params.greedy else probs)
-    return verify(draft, target_logits, params, streams, 0).num_accepted
+            probs.append(probs_row := draft_sampler.distribution(logits, text, tokens))
+            tokens.append(streams.draw(probs_row, len(text) + row, Purpose.DRAFT))
+    draft = Draft(tuple(tokens), None if draft_sampler.greedy else probs)
+    return verify(draft, target_logits, target_sampler, text, streams, rule).num_accepted
 
 
 def main() -> None:
@@ -53,12 +63,17 @@ def main() -> None:
         noise = 0.3 * rng.standard_normal((NUM_DRAFT_TOKENS, VOCAB))
         draft_logits = (target_logits[:NUM_DRAFT_TOKENS] + noise).astype(np.float32)
         for name, params in SAMPLINGS.items():
-            times, accepted = [], 0
-            for seed in range(ROUNDS):
-                started = time.perf_counter()
-                accepted += one_round(draft_logits, target_logits, params, Streams(seed))
-                times.append(time.perf_counter() - started)
-            print(f"{kind:5} {name:21} {1000 * np.median(times):6.2f} ms   {accepted / ROUNDS:.2f} accepted")
+            for rule in VERIFICATION_RULES:
+                text = rng.integers(VOCAB, size=TEXT_LENGTH).tolist()
+                samplers = [RowSampler(params, vocab_size=VOCAB, num_prompt_tokens=TEXT_LENGTH // 2) for _ in range(2)]
+                times, accepted = [], 0
+                for _ in range(ROUNDS):
+                    started = time.perf_counter()
+                    accepted += one_round(draft_logits, target_logits, samplers, text, rule)
+                    times.append(time.perf_counter() - started)
+                    text.append(int(rng.integers(VOCAB)))
+                median = 1000 * np.median(times)
+                print(f"{kind:5} {name:21} {rule:6} {median:6.2f} ms   {accepted / ROUNDS:.2f} accepted")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -294,12 +294,12 @@ def test_case_25_bad_logits_end_the_generation_with_their_position(
 
 
 class _Faulty(ScriptedDrafter):
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Any) -> None:
         super().__init__([])
         self._draft = draft
 
     def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
-        return self._draft
+        return cast(Draft, self._draft)
 
 
 @pytest.mark.parametrize(
@@ -308,13 +308,44 @@ class _Faulty(ScriptedDrafter):
         (Draft((1, 2, 3), None), "3 tokens where at most 2"),
         (Draft((VOCAB,), None), f"id {VOCAB}, outside"),
         (Draft((-1,), None), "id -1, outside"),
-        (Draft((1,), [np.ones(VOCAB + 1)]), r"shape \(8,\); expected \(7,\)"),
+        (Draft((1,), [np.ones(VOCAB + 1)]), r"shape \(8,\); expected a float array of shape \(7,\)"),
+        (None, "proposed None; expected a paceline.Draft"),
+        (((1,), None), "expected a paceline.Draft"),
+        (Draft((1.0,), None), "expected integer ids"),  # type: ignore[arg-type]
+        (Draft((1,), [[1 / 7] * 7]), "as .*; expected a float array"),  # type: ignore[list-item]
+        (Draft((1,), [np.ones(VOCAB, np.int64)]), "int64 of shape"),
+        (Draft((1,), [np.ones(VOCAB)]), "their sum is 7"),
+        (Draft((1,), [np.zeros(VOCAB)]), "their sum is 0"),
+        (Draft((1,), [np.full(VOCAB, np.nan)]), "their sum is nan"),
+        (Draft((1,), [np.array([-0.5, 1.5, 0, 0, 0, 0, 0])]), "the smallest is -0.5"),
+        (Draft((1,), [np.eye(VOCAB)[2]]), "that of the drawn id 0"),
     ],
 )
-def test_a_faulty_drafter_is_told_so(draft: Draft, message: str) -> None:
+def test_a_faulty_drafter_is_told_so(draft: Any, message: str) -> None:
     decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), None, None, VOCAB)
     with pytest.raises(InvalidInputError, match=message):
         run(decoder.generate(PROMPT, num_draft_tokens=2, drafter=_Faulty(draft)))
+
+
+def test_the_probabilities_of_a_drafter_may_come_as_one_array() -> None:
+    decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), None, None, VOCAB)
+    draft = Draft((1, 2), np.full((2, VOCAB), 1 / VOCAB))  # type: ignore[arg-type]
+    generation = decoder.generate(
+        PROMPT, SamplingParams(1.0, seed=3), max_new_tokens=9, num_draft_tokens=2, drafter=_Faulty(draft)
+    )
+    assert len(run(generation)) == 9
+
+
+def test_a_drafter_cannot_change_the_text() -> None:
+    class Meddling(ScriptedDrafter):
+        def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
+            assert isinstance(tokens, tuple)
+            return super().propose(tokens, num_draft_tokens, chance)
+
+    decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), None, None, VOCAB)
+    run(decoder.generate(PROMPT, num_draft_tokens=2, drafter=Meddling([0] * 20)))
+    with pytest.raises(InvalidInputError, match="a str, lacks seconds, prefill, propose, rollback"):
+        decoder.generate(PROMPT, num_draft_tokens=2, drafter="draft")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

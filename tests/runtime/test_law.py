@@ -17,7 +17,7 @@ from paceline.drafters import Drafter
 from paceline.sampling import FloatArray, SamplingParams, distribution
 from paceline.streams import Chance, Purpose, Streams
 from paceline.testing import ScriptedDrafter, TableModel, enumerate_law, every_way
-from paceline.verify import Draft, TargetProbs, Verdict
+from paceline.verify import Draft, DraftProbs, TargetProbs, Verdict
 
 from .conftest import naive_distribution_of
 
@@ -149,7 +149,7 @@ def mutate_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mutate_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recovered token from the target's row instead of the residual."""
-    monkeypatch.setattr(verify, "residual", lambda target_row, draft_row: target_row)
+    monkeypatch.setattr(verify, "residual", lambda target_row, draft_row, token, scale=1.0: target_row)
 
 
 def mutate_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +169,11 @@ def mutate_row(monkeypatch: pytest.MonkeyPatch) -> None:
     right = verify.verify_token
 
     def shifted(
-        tokens: Sequence[int], draft_probs: Sequence[FloatArray], target_probs: TargetProbs, chance: Chance, at: int
+        tokens: Sequence[int], draft_probs: Sequence[DraftProbs], target_probs: TargetProbs, chance: Chance, at: int
     ) -> Verdict:
         return right(tokens, draft_probs, lambda row: target_probs(max(row - 1, 0)), chance, at)
 
-    monkeypatch.setattr(verify, "verify_token", shifted)
+    monkeypatch.setattr(verify, "VERIFICATION_RULES", {"token": shifted})
 
 
 def mutate_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +181,12 @@ def mutate_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
     right = verify.verify_token
 
     def shifted(
-        tokens: Sequence[int], draft_probs: Sequence[FloatArray], target_probs: TargetProbs, chance: Chance, at: int
+        tokens: Sequence[int], draft_probs: Sequence[DraftProbs], target_probs: TargetProbs, chance: Chance, at: int
     ) -> Verdict:
         last = max(len(tokens) - 1, 0)
         return right(tokens, draft_probs, lambda row: target_probs(min(row, last)), chance, at)
 
-    monkeypatch.setattr(verify, "verify_token", shifted)
+    monkeypatch.setattr(verify, "VERIFICATION_RULES", {"token": shifted})
 
 
 MUTATIONS = [mutate_swap, mutate_residual, mutate_shared_noise, mutate_row, mutate_bonus]

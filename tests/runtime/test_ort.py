@@ -291,7 +291,7 @@ def test_graphs_that_are_not_those_of_the_manifest_are_refused(damaged: Path) ->
 )
 def test_figures_that_contradict_the_graph_are_refused(damaged: Path, field: str, value: object) -> None:
     rewrite_manifest(damaged, lambda data: data["target"].update({field: value}))
-    with pytest.raises(BundleError, match="the manifest contradicts itself"):
+    with pytest.raises(BundleError, match=r"the manifest contradicts itself|must be from 1 to"):
         paceline.load(damaged)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InvalidInputError, ModelOutputError
+from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray, SamplingParams
 from paceline.streams import Chance, Purpose, Streams
 from paceline.testing import every_way
@@ -34,6 +35,10 @@ class Scripted:
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
         return int(np.argmax(weights))
+
+
+def sampler(params: SamplingParams) -> RowSampler:
+    return RowSampler(params, vocab_size=2, num_prompt_tokens=0)
 
 
 def rows(*probs: Sequence[float]) -> TargetProbs:
@@ -68,14 +73,14 @@ def test_rows_behind_a_rejection_are_never_asked_for() -> None:
 
 def test_verify_takes_the_rule_of_the_draft_and_of_the_sampling() -> None:
     logits = np.log(np.array([[0.1, 0.9], [0.9, 0.1]]))
-    sampled, greedy = SamplingParams(1.0), SamplingParams()
+    sampled, greedy = sampler(SamplingParams(1.0)), sampler(SamplingParams())
     one_hot = Draft((0,), [np.array([1.0, 0.0])])
     # Greedy: id 0 is not the best of row 0, whatever chance and draft probabilities say.
-    assert verify(one_hot, logits, greedy, Scripted([True]), 0) == Verdict(0, 1)
-    assert verify(one_hot, logits, sampled, Scripted([True]), 0) == Verdict(1, 0)
-    assert verify(Draft((1,), None), logits, sampled, Scripted(), 0) == Verdict(1, 0)
-    assert verify(Draft((), None), logits[:1], sampled, Scripted(), 0) == Verdict(0, 1)
-    assert verify(Draft((), []), logits[:1], sampled, Scripted(), 0) == Verdict(0, 1)
+    assert verify(one_hot, logits, greedy, [], Scripted([True])) == Verdict(0, 1)
+    assert verify(one_hot, logits, sampled, [], Scripted([True])) == Verdict(1, 0)
+    assert verify(Draft((1,), None), logits, sampled, [], Scripted()) == Verdict(1, 0)
+    assert verify(Draft((), None), logits[:1], sampled, [], Scripted()) == Verdict(0, 1)
+    assert verify(Draft((), []), logits[:1], sampled, [], Scripted()) == Verdict(0, 1)
 
 
 def test_greedy_accepts_up_to_the_first_difference() -> None:
@@ -88,7 +93,7 @@ def test_an_error_names_the_position_of_the_row() -> None:
     logits = np.array([[0.0, 1.0], [math.nan, 1.0]])
     for sampling in (SamplingParams(), SamplingParams(1.0)):
         with pytest.raises(ModelOutputError, match="position 21 "):
-            verify(Draft((1,), [np.array([0.0, 1.0])]), logits, sampling, Scripted([True]), 20)
+            verify(Draft((1,), [np.array([0.0, 1.0])]), logits, sampler(sampling), [0] * 20, Scripted([True]))
 
 
 def emitted_law(tokens: Sequence[int], draft_probs: Sequence[FloatArray], target: TargetProbs) -> dict[int, float]:
@@ -161,16 +166,16 @@ def test_acceptance_is_the_ratio_up_to_one() -> None:
 
 def test_case_25_equal_rows_leave_no_residual_so_the_target_row_is_taken() -> None:
     target = np.array([0.25, 0.75])
-    assert residual(target, target.copy()) is target
+    assert residual(target, target.copy(), 0) is target
     # Rounding in a forced rejection: one ulp is a residual.
-    assert residual(np.nextafter(target, 1), target).tolist() != target.tolist()
+    assert residual(np.nextafter(target, 1), target, 0).tolist() != target.tolist()
     assert verify_token([0], [target], lambda row: target, Scripted([False]), 0) == Verdict(0, 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_case_25_a_residual_that_is_not_finite_falls_back_to_the_target_row(bad: float) -> None:
     target = np.array([0.25, 0.75])
-    assert residual(target, np.array([0.5, bad])) is target
+    assert residual(target, np.array([0.5, bad]), 0) is target
     assert not Streams(0).happens(acceptance(0.25, math.nan), 0, Purpose.ACCEPT)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import pytest
@@ -15,7 +17,7 @@ import paceline
 from paceline import errors
 from paceline_tools.cli import COMMANDS, cli
 
-from .conftest import Invoke, environment, run_paceline
+from .conftest import Invoke, environment, run_paceline, write_table_bundle
 
 HEAVY = ("numpy", "torch", "transformers", "onnx", "onnxruntime")
 
@@ -165,6 +167,73 @@ def test_a_reader_that_has_gone_ends_it_quietly() -> None:
         assert process.wait(60) == 1
 
 
+def shell(line: str, **options: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of the shell in which `$paceline` stands for the command."""
+    command = f"{sys.executable} -m paceline_tools"
+    env = {**environment(), **options, "paceline": command}
+    return subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("$paceline fetch --list >&-", 1, "Error: stdout is closed; redirect it to a file, or to /dev/null.\n"),
+        ("$paceline --help >&- <&-", 1, "Error: stdout is closed; redirect it to a file, or to /dev/null.\n"),
+        *(
+            (
+                f"$paceline {args} >/dev/full",
+                1,
+                "Error: a stream cannot be read or written (No space left on device); look where stdout goes.\n",
+            )
+            for args in ("fetch --list", "--help", "--version", "info $bundle", "info $bundle --json")
+        ),
+        ("$paceline info nowhere 2>/dev/full", 1, ""),
+        ("$paceline info nowhere 2>&-", 1, ""),
+        ("$paceline info $bundle --verify 2>&-", 0, ""),
+        ("$paceline info $bundle <&-", 0, ""),
+        *(
+            (
+                f"$paceline generate $bundle {args} <&-",
+                1,
+                "Error: The prompt cannot be read from stdin (it is closed); give --prompt TEXT, or another "
+                "--prompt-file.\n",
+            )
+            for args in ("", "--prompt-file -")
+        ),
+    ],
+)
+def test_streams_that_are_closed_or_full(tmp_path: Path, line: str, code: int, message: str) -> None:
+    done = shell(line, bundle=str(write_table_bundle(tmp_path / "tables")))
+    assert (done.returncode, done.stderr) == (code, message)
+
+
+@pytest.mark.parametrize("name", ["info", "check", "generate", "demo"])
+@pytest.mark.parametrize(
+    ("folder", "code", "message"),
+    [
+        ("", 2, "got an empty text where a path is expected"),
+        (__file__, 2, "is a file"),
+        ("nowhere", 1, "There is no bundle at nowhere"),
+        ("a" * 300, 1, "File name too long"),
+    ],
+)
+def test_what_is_no_bundle(invoke: Invoke, name: str, folder: str, code: int, message: str) -> None:
+    result = invoke(name, folder, *(["--prompt", "a"] if name == "generate" else []))
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_what_the_system_refuses_becomes_a_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "bundle/paceline.json")
+
+    monkeypatch.setattr("paceline.Bundle.open", fail)
+    result = invoke("info", "somewhere")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: bundle/paceline.json: Permission denied.\n"
+
+
 def test_a_process_separates_its_streams(tmp_path: object) -> None:
     done = run_paceline("info", f"{tmp_path}/none")
     assert done.returncode == 1
@@ -175,3 +244,23 @@ def test_a_process_separates_its_streams(tmp_path: object) -> None:
 
 def test_the_group_has_no_command_beyond_its_table() -> None:
     assert cli.list_commands(click.Context(cli)) == list(COMMANDS)
+
+
+def test_sigterm_clears_away_what_an_export_was_writing(tmp_path: Path) -> None:
+    export = f"""
+import os, pathlib, signal
+from paceline_export import export, source
+source.resolve = lambda *args, **options: None
+def work(*args, **options):
+    with export._partial_folder(pathlib.Path({str(tmp_path / "bundle")!r}), overwrite=False) as folder:
+        (folder / "model.onnx").write_text("half")
+        os.kill(os.getpid(), signal.SIGTERM)
+export.export_bundle = work
+import sys
+sys.argv = ["paceline", "export", "--target", "x", "-o", {str(tmp_path / "bundle")!r}]
+from paceline_tools.__main__ import main
+main()
+"""
+    process = subprocess.run([sys.executable, "-c", export], env=environment(), capture_output=True, text=True)
+    assert process.returncode == 143, process.stderr
+    assert list(tmp_path.iterdir()) == []

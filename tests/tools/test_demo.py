@@ -63,7 +63,11 @@ def test_the_prompts_are_those_of_the_readme() -> None:
         (["--repeats", "0"], "is not in the range x>=1"),
         (["--max-new-tokens", "1"], "is not in the range x>=2"),
         (["--json", "nowhere/figures.json"], "there is no folder"),
-        (["--threads", "0"], "threads must be at least 1"),
+        (["--json", ""], "got an empty text where a path is expected"),
+        (["--json", "/proc/figures.json"], "/proc/figures.json cannot be written"),
+        (["--json", "/dev/null"], "/dev/null is not a regular file"),
+        (["--threads", "0"], "0 is not in the range 1<=x<=1024"),
+        (["--threads", "1000000"], "1000000 is not in the range 1<=x<=1024"),
     ],
 )
 def test_wrong_usage(invoke: Invoke, tmp_path: Path, args: list[str], message: str) -> None:
@@ -71,6 +75,32 @@ def test_wrong_usage(invoke: Invoke, tmp_path: Path, args: list[str], message: s
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["--draft-tokens", 9999999], "use at most 63"), ([], "tokens, but the target model's context holds 64")],
+)
+def test_what_cannot_be_answered_is_said_before_anything_is_printed(
+    invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch, args: list[object], message: str
+) -> None:
+    last = "c" if args else "c" * 64
+    monkeypatch.setattr(demo, "PROMPTS", tuple(demo.Prompt(text[0], text) for text in ("a", "b", last)))
+    result = invoke("demo", table_bundle, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_figures_go_through_a_link_to_its_file(
+    invoke: Invoke, table_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "PROMPTS", (demo.Prompt("one", "a"),))
+    (tmp_path / "link.json").symlink_to("file.json")
+    args = ("--max-new-tokens", 4, "--repeats", 1, "--json", tmp_path / "link.json")
+    assert invoke("demo", table_bundle, *args).exit_code == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert list(json.loads((tmp_path / "file.json").read_text())["prompts"]) == ["one"]
 
 
 def test_a_bundle_without_a_draft_is_refused(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 import paceline_export.export
 import paceline_export.source
-from paceline.errors import IncompatiblePairError
+from paceline.errors import IncompatiblePairError, InvalidInputError
 from paceline_export.export import ExportReport, ModelReport
 
 from .conftest import Invoke
@@ -118,6 +120,19 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
         (["--target", "big", "-o", "new", "--precision", "int3"], "'int3' is not one of"),
         (["--target", "big", "-o", "new", "--draft-precision", "int4"], "is for a draft model"),
         (["--target", "big", "-o", str(Path(__file__).parent)], "exists already"),
+        (["--target", "", "-o", "new"], "got ''; the name or path of a source is expected"),
+        (["--target", "big", "--draft", "", "-o", "new"], "got ''; the name or path of a source is expected"),
+        (["--target", "big\udcff", "-o", "new"], "is not valid UTF-8 at character 3"),
+        (["--target", "big", "-o", ""], "got an empty text where a path is expected"),
+        (["--target", "big", "-o", "new", "--cache-dir", ""], "got an empty text where a path is expected"),
+        (["--target", "big", "-o", __file__], "is a file"),
+        (["--target", "big", "-o", f"{__file__}/below/it"], "is no folder; choose another place"),
+        (["--target", "big", "-o", "/proc/bundle"], "no folder can be made in /proc"),
+        (["--target", "big", "-o", "a" * 250], "File name too long"),
+        (["--target", "big", "-o", "new", "--max-length", "1"], "--max-length must be at least 74 positions"),
+        (["--target", "big", "-o", "new", "--max-length", "73"], "`paceline check` needs to compare"),
+        (["--target", "qwen2.5-coder", "--draft", "small", "-o", "new"], "leave --draft small out, or give the pair's"),
+        (["--target", "big", "--draft", "qwen2.5-coder", "-o", "new"], "give the pair's draft, --draft qwen2.5-coder-"),
     ],
 )
 def test_wrong_usage_exits_before_anything_is_fetched(
@@ -127,6 +142,55 @@ def test_wrong_usage_exits_before_anything_is_fetched(
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert seen.sources == []
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+@pytest.mark.parametrize("aim", ["nowhere", "link"])
+def test_a_link_to_nothing_is_no_place_for_a_bundle(
+    invoke: Invoke, seen: Seen, tmp_path: Path, aim: str, options: list[str]
+) -> None:
+    (tmp_path / "link").symlink_to(aim)
+    result = invoke("export", "--target", "big", "-o", tmp_path / "link", *options)
+    assert result.exit_code == 2
+    assert f"is a link to {aim}, which does not exist; remove the link" in result.stderr
+    assert seen.sources == []
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_the_check_of_the_place_leaves_nothing_behind(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
+    assert invoke("export", "--target", "big", "-o", tmp_path / "a" / "b", "--max-length", 74).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"out": None}, "out must be of type str or PathLike, got None"),
+        ({"out": ""}, "out must be the path of a folder, got ''"),
+        ({"out": "a\0b"}, "out must be the path of a folder"),
+        ({"precision": ["int4"]}, "precision must be of type str, got"),
+        ({"draft_precision": 4}, "draft_precision must be of type str or None, got 4"),
+        ({"max_length": "x"}, "max_length must be of type int or None, got 'x'"),
+        ({"max_length": True}, "max_length must be of type int or None, got True"),
+        ({"block_size": 128.0}, "block_size must be of type int, got 128.0"),
+        ({"overwrite": "yes"}, "overwrite must be of type bool, got 'yes'"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused_from_python_too(wrong: dict[str, Any], message: str) -> None:
+    source: Any = None  # never looked at
+    with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}"):
+        paceline_export.export.export_bundle(source, None, **{"out": "new", **wrong})
+
+
+def test_the_shortest_context_is_what_the_check_needs(invoke: Invoke, tmp_path: Path) -> None:
+    from tiny import sizes, tiny_checkpoint
+
+    source = tiny_checkpoint(tmp_path / "source", LlamaConfig(**sizes()))
+    result = invoke(
+        *("export", "--target", source, "-o", tmp_path / "bundle", "--precision", "fp32", "--max-length", 74),
+    )
+    assert result.exit_code == 0, result.output
+    assert invoke("check", tmp_path / "bundle").exit_code == 0
 
 
 def test_the_librarys_refusals_reach_the_user(

@@ -26,7 +26,7 @@ def decoder() -> SpeculativeDecoder:
 def run_of(tokens_per_second: float, overhead: float = 0.0) -> Run:
     """A run of 101 tokens, the first of which is the prompt's."""
     seconds = 100 / tokens_per_second
-    stats = Stats(7, 101, 50, (50, 50), (40, 10), decode_s=seconds, target_s=seconds * (1 - overhead))
+    stats = Stats(7, 101, 1, 50, (50, 50), (40, 10), decode_s=seconds, target_s=seconds * (1 - overhead))
     return Run(tuple(range(101)), stats)
 
 

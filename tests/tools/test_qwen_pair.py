@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,10 @@ import scipy.stats
 
 import paceline
 from paceline import SamplingParams, SpeculativeDecoder
-from paceline.sampling import distribution
+from paceline.sampling import FloatArray, distribution
+from paceline.streams import Chance, Purpose
+from paceline.testing import every_way
+from paceline.verify import VERIFICATION_RULES, DraftProbs, TargetProbs, Verdict
 from paceline_export.parity import check_bundle
 from paceline_tools.demo import PROMPTS
 
@@ -125,3 +130,50 @@ def test_the_law_of_the_first_two_tokens(decoder: SpeculativeDecoder) -> None:
     print(f"\nchi-squared {statistic:.1f} over {len(observed)} cells, {draws} draws, p = {p_value:.3f}")
     assert len(observed) >= 10
     assert p_value > 1e-3
+
+
+class _WithoutDraws:
+    """Decides events and draws nothing: how many tokens stand does not depend on what follows them."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.happens = chance.happens
+
+    def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
+        return 0
+
+
+def test_block_verification_accepts_at_least_as_many_tokens(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both rules judge the same drafts, and their expectation over all decisions is exact: no noise of acceptance."""
+    expected: dict[str, list[float]] = {name: [] for name in VERIFICATION_RULES}
+    rules = dict(VERIFICATION_RULES)
+
+    def judge(
+        tokens: Sequence[int], probs: Sequence[DraftProbs], target_probs: TargetProbs, chance: Chance, position: int
+    ) -> Verdict:
+        rows = functools.cache(target_probs)
+        for name, rule in rules.items():
+            ways = every_way(
+                lambda chance, rule=rule: (  # type: ignore[misc]
+                    rule(tokens, probs, rows, _WithoutDraws(chance), position).num_accepted,
+                )
+            )
+            expected[name].append(sum(num * probability for (num,), probability in ways))
+        return rules["token"](tokens, probs, rows, chance, position)
+
+    monkeypatch.setattr("paceline.verify.VERIFICATION_RULES", {"token": judge})
+    for seed, demo in enumerate(PROMPTS):
+        list(
+            decoder.generate(
+                chat(decoder, demo.text), SamplingParams(1.0, seed=seed), max_new_tokens=160, num_draft_tokens=4
+            )
+        )
+    token, block = np.array(expected["token"]), np.array(expected["block"])
+    difference = block - token
+    error = float(difference.std() / np.sqrt(len(difference)))
+    print(
+        f"\naccepted of 4 at temperature 1, {len(token)} rounds: token {token.mean():.3f}, block {block.mean():.3f}; "
+        f"difference {difference.mean():.3f} with a standard error of {error:.3f}"
+    )
+    assert difference.mean() > -4 * error

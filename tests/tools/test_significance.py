@@ -44,7 +44,7 @@ def test_noise_is_the_mean_effect_of_exact_draws() -> None:
     assert np.mean([one.effect for one in tests]) == pytest.approx(tests[0].noise, rel=0.1)
     pairs = [homogeneity("", counts(LAW, 500), counts(LAW, 500), expected(500), 500) for _ in range(500)]
     assert np.mean([one.effect for one in pairs]) == pytest.approx(np.mean([one.noise for one in pairs]), rel=0.1)
-    ranks = [uniformity("", RANDOM.random(300).tolist()) for _ in range(500)]
+    ranks = [uniformity("", RANDOM.random(300).tolist(), 300) for _ in range(500)]
     assert np.mean([one.effect for one in ranks]) == pytest.approx(ranks[0].noise, rel=0.1)
     chances = RANDOM.random(300)
     events = [rates("", (RANDOM.random(300) < chances).tolist(), chances.tolist()) for _ in range(500)]
@@ -67,7 +67,7 @@ def test_what_is_left_out_counts_as_rare() -> None:
 def test_different_laws_are_told_apart() -> None:
     ours, theirs = {0: 500, 1: 500}, {0: 600, 1: 400}
     assert homogeneity("", ours, theirs, {0: 500.0, 1: 500.0}, 1000).p_value < 1e-4
-    assert uniformity("", (RANDOM.random(1000) ** 1.2).tolist()).p_value < 1e-3
+    assert uniformity("", (RANDOM.random(1000) ** 1.2).tolist(), 1000).p_value < 1e-3
 
 
 def test_rates_have_the_law_of_their_number() -> None:

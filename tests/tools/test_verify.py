@@ -15,14 +15,16 @@ import paceline.verify
 from paceline import SamplingParams
 from paceline.decoder import SpeculativeDecoder
 from paceline.drafters import DraftModelDrafter
-from paceline.generation import play_round
 from paceline.kv_cache import KVCache
+from paceline.rounds import play_round
+from paceline.sampling import FloatArray
 from paceline.streams import Purpose, Streams
 from paceline.testing import TableCache, TableModel
 from paceline.verify import Draft, Verdict
 from paceline_tools.invariants import TOLERANCES
 from paceline_tools.law import draw_sample, findings
 from paceline_tools.proof import Proof, prove
+from paceline_tools.significance import holm
 
 from .conftest import Invoke, write_table_bundle
 
@@ -44,16 +46,29 @@ def failed(found: dict[str, Any]) -> set[str]:
     return {row["name"] for row in found["law"] if not row["passed"]}
 
 
-@pytest.mark.parametrize("knobs", [(), ("--top-k", 5), ("--top-p", 0.8, "--temperature", 0.7), ("--draft-tokens", 1)])
+KNOBS: list[tuple[object, ...]] = [
+    (),
+    ("--top-k", 5),
+    ("--top-p", 0.8, "--temperature", 0.7),
+    ("--min-p", 0.1, "--typical-p", 0.9, "--frequency-penalty", 1, "--presence-penalty", 0.5),
+    ("--repetition-penalty", 1.3, "--no-repeat-ngram-size", 2, "--logit-bias", "70:2", "--ban-token-id", 71),
+    ("--force-token-id", 70, "--min-new-tokens", 3),
+    ("--draft-tokens", 1),
+    ("--verification", "block"),
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
 def test_the_decoder_as_it_is_passes(invoke: Invoke, table_bundle: Path, knobs: tuple[object, ...]) -> None:
     found = document(invoke, table_bundle, *PROMPT, "--seed", 3, *knobs)
     k = found["settings"]["num_draft_tokens"]
     assert found["reasons"] == []
+    acceptance = "drafts that stand to row {}" if "block" in knobs else "acceptance in row {} against 1 - TV"
     assert [row["name"] for row in found["law"]] == [
         "first token, prompt 1",
         "token pairs, prompt 1",
         "token pairs against plain decoding, prompt 1",
-        *(f"acceptance in row {row} against 1 - TV" for row in range(1, k + 1)),
+        *(acceptance.format(row) for row in range(1, k + 1)),
         *(f"token {row} of a round" for row in range(1, k + 2)),
         "drafted tokens against the draft's own law",
         "tokens that the target never emits",
@@ -180,25 +195,36 @@ def claims(change: Callable[[Draft], Draft]) -> Patch:
     return apply
 
 
+def rows_of(draft: Draft) -> list[FloatArray]:
+    return [row for row in draft.probs or () if row is not None]
+
+
 def sharpened(draft: Draft) -> Draft:
     """The claim of another temperature than the one that was drawn at."""
-    rows = [row**1.5 / (row**1.5).sum() for row in draft.probs or ()]
-    return Draft(draft.tokens, rows if draft.probs is not None else None)
+    rows = [row**1.5 / (row**1.5).sum() for row in rows_of(draft)]
+    return Draft(draft.tokens, rows or None)
 
 
 def greedy_but_scored_as_drawn(draft: Draft) -> Draft:
-    if draft.probs is None:
-        return draft
-    return Draft(tuple(int(row.argmax()) for row in draft.probs), draft.probs)
+    rows = rows_of(draft)
+    return Draft(tuple(int(row.argmax()) for row in rows), rows) if rows else draft
 
 
 def drawn_but_scored_as_deterministic(draft: Draft) -> Draft:
-    if draft.probs is None:
-        return draft
-    return Draft(
-        draft.tokens,
-        [np.eye(len(row), dtype=row.dtype)[token] for row, token in zip(draft.probs, draft.tokens, strict=True)],
-    )
+    return Draft(draft.tokens, [None] * len(draft.tokens))
+
+
+def block_with_the_residual_of_tokens(patch: pytest.MonkeyPatch) -> None:
+    residual = paceline.verify.residual
+
+    def of_tokens(target_row: FloatArray, draft_row: FloatArray, token: int, scale: float = 1.0) -> FloatArray:
+        return residual(target_row, draft_row, token)
+
+    patch.setattr(paceline.verify, "residual", of_tokens)
+
+
+def block_that_does_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(paceline.verify, "_block_acceptance", lambda scale, over: scale)
 
 
 BREAKS_THE_LAW: dict[str, Patch] = {
@@ -228,6 +254,35 @@ def test_a_broken_rule_fails(invoke: Invoke, table_bundle: Path, monkeypatch: py
         found = document(invoke, table_bundle, *args, exit_code=1)
         print(f"\n{name}, K = {k}: {sorted(failed(found))}")
         assert failed(found)
+
+
+@pytest.mark.parametrize("broken", [block_that_does_not_look_ahead, residual_dropped])
+def test_a_broken_block_rule_fails(
+    invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch, broken: Patch
+) -> None:
+    broken(monkeypatch)
+    args = (*PROMPT, "--draft-tokens", 2, "--verification", "block", "--samples", 2000, "--seed", 5)
+    found = document(invoke, table_bundle, *args, exit_code=1)
+    print(f"\n{broken.__name__}: {sorted(failed(found))}")
+    assert failed(found)
+
+
+def test_a_small_bias_takes_more_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Total variation over the first three tokens, by enumeration: 0.025."""
+    target, draft = (TableModel.random(3, seed=seed) for seed in (36, 136))
+    decoder = SpeculativeDecoder(target, draft, None, 3)
+    block_with_the_residual_of_tokens(monkeypatch)
+    sample = draw_sample(
+        decoder,
+        "",
+        [1, 2],
+        SamplingParams(temperature=1.0),
+        num_draft_tokens=2,
+        verification="block",
+        samples=6000,
+        seed=5,
+    )
+    assert min(holm([finding.p_value for finding in findings([sample])])) < 1e-3
 
 
 def test_the_reasons_are_printed(invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,12 +323,20 @@ def test_a_cache_that_does_not_forget_fails(monkeypatch: pytest.MonkeyPatch, mod
     assert any("live KV cache" in reason for reason in proof_of(decoder, sampling=SamplingParams()).reasons)
 
 
-def test_exact_decoders_seldom_fail() -> None:
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_exact_decoders_seldom_fail(verification: str) -> None:
     decoder = SpeculativeDecoder(TableModel.random(6, seed=1), TableModel.random(6, seed=2), None, 6)
     p_values = []
     for seed in range(30):
         sample = draw_sample(
-            decoder, "", [1, 2], SamplingParams(temperature=1.0), num_draft_tokens=2, samples=200, seed=seed
+            decoder,
+            "",
+            [1, 2],
+            SamplingParams(temperature=1.0),
+            num_draft_tokens=2,
+            verification=verification,
+            samples=200,
+            seed=seed,
         )
         p_values.append([finding.p_value for finding in findings([sample])])
     found = np.array(p_values)

@@ -12,6 +12,7 @@ import click
 
 from paceline import Bundle
 
+from .arguments import FOLDER
 from .tables import percent, table
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["command"]
 
 
 @click.command("check")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON document.")
 @click.pass_context
 def command(context: click.Context, folder: Path, as_json: bool) -> None:

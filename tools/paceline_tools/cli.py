@@ -1,12 +1,17 @@
 """The `paceline` command: a group whose commands are imported when they run or their help is asked for.
 
-Exit codes: 0 done; 1 failed; 2 a usage error, click's or `paceline.errors.InvalidInputError`; 130 ended by Ctrl-C.
+Exit codes: 0 done; 1 failed: any other `PacelineError` or an `OSError`; 2 a usage error, click's or
+`paceline.errors.InvalidInputError`; 130 ended by Ctrl-C,
+143 by SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,12 +70,23 @@ class PacelineGroup(click.Group):
             command = importlib.import_module(f".{name}", __package__).command
         return name, command, rest
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line. What the system refuses becomes a sentence; click ends quietly when a reader goes."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            lost = _lost_output()
+            what = f"stdout cannot be written to ({lost.strerror or lost})" if lost else _reason(error)
+            with contextlib.suppress(OSError):  # stderr may be what failed
+                click.echo(f"Error: {what}.", err=True)
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that `ctx` means."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, Exit, OSError):
-            raise  # click prints these; OSError for a reader of our output that has gone
+            raise  # click prints these; for OSError see main
         except KeyboardInterrupt:
             click.echo(err=True)  # the terminal shows ^C at the line's end
             raise Exit(INTERRUPTED) from None
@@ -93,6 +109,26 @@ class PacelineGroup(click.Group):
             raise failure(str(error)) from error
 
 
+def _lost_output() -> OSError | None:
+    """Why stdout cannot be written to, if so. Then what is left for it is dropped, or Python's exit would fail, too."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _reason(error: OSError) -> str:
+    """The system's reason and the files it is about; the whole text where a library gave no number."""
+    if error.strerror is None:
+        return str(error).rstrip(".") or type(error).__name__
+    files = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    if not files:
+        return f"a stream cannot be read or written ({error.strerror}); look where stdout goes"
+    return f"{' and '.join(files)}: {error.strerror}"
+
+
 def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
         from paceline import __version__
@@ -113,6 +149,10 @@ def cli() -> None:
     """Export draft and target models to ONNX, and generate with speculative sampling.
 
     A bundle is the folder that `paceline export` writes. `paceline COMMAND --help` explains a command.
+
+    Exit codes: 0 done; 1 failed, as when a bundle, source or download is missing or damaged, a check finds a
+    difference, or the disk is full; 2 wrong usage, or an argument or input that cannot be honoured; 130 Ctrl-C;
+    143 SIGTERM.
     """
     # Warnings of paceline are for whoever runs it; those of torch and its exporter are for its developers.
     logging.basicConfig(format="%(message)s", level=logging.ERROR)

@@ -15,6 +15,7 @@ from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
+from .arguments import FOLDER, OUTPUT_FILE, THREADS
 from .measure import Comparison, compare, machine
 from .progress import stages
 from .tables import number, percent, table
@@ -45,7 +46,7 @@ PROMPTS = (
 
 
 @click.command("demo")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--draft-tokens",
     metavar="K",
@@ -70,11 +71,11 @@ PROMPTS = (
     show_default=True,
     help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
 )
-@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=OUTPUT_FILE,
     help="Write the figures, too.",
 )
 def command(
@@ -85,17 +86,20 @@ def command(
     The answers are greedy and speculative. Then every prompt runs plain and speculative in turn, and a table compares
     the two. Both should write the same text; where they do not, the place is shown.
     """
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise click.UsageError(f"--json: there is no folder {json_file.absolute().parent}; make it first.")
     decoder = paceline.load(folder, threads=threads)
     if decoder.draft is None or decoder.tokenizer is None:
         raise InvalidInputError(f"{folder} has no draft model, and the demo compares with one: export with --draft.")
-    prompts = []
-    for prompt in PROMPTS:
-        token_ids = decoder.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-        prompts.append((prompt, token_ids))
+    encode = decoder.tokenizer.encode_chat
+    prompts = [(prompt, encode([{"role": "user", "content": prompt.text}])) for prompt in PROMPTS]
+    # All of them, which checks the arguments, before anything is printed; none runs before its first step.
+    generations = [
+        decoder.generate(token_ids, num_draft_tokens=draft_tokens, max_new_tokens=max_new_tokens)
+        for _, token_ids in prompts
+    ]
+    for (prompt, _), answer in zip(prompts, generations, strict=True):
         sys.stdout.write(f"── {prompt.name} ──\n{prompt.text.rstrip()}\n\n")
-        with decoder.generate(token_ids, num_draft_tokens=draft_tokens, max_new_tokens=max_new_tokens) as generation:
+        sys.stdout.flush()
+        with answer as generation:
             for step in generation:
                 sys.stdout.write(step.text)
                 sys.stdout.flush()
@@ -131,8 +135,11 @@ def command(
             "prompts": {prompt.name: comparison.as_dict() for prompt, comparison in results},
         }
         partial = json_file.with_name(f"{json_file.name}.partial-{os.getpid()}")
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        partial.replace(json_file)
+        try:
+            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            partial.replace(json_file)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _text(

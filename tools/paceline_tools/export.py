@@ -11,6 +11,7 @@ import click
 
 from paceline_export.recipe import PairRecipe, find_recipe
 
+from .arguments import CACHE_DIR, FOLDER, SOURCE
 from .progress import stages
 from .tables import duration, size, table
 
@@ -23,21 +24,27 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
 
 
 @click.command("export")
-@click.option("--target", metavar="SRC", required=True, help="The model whose text is wanted, or the recipe of a pair.")
-@click.option("--draft", metavar="SRC", help="A smaller model with the same tokenizer, which drafts.")
 @click.option(
-    "-o", "--out", metavar="DIR", required=True, type=click.Path(path_type=Path), help="Folder of the new bundle."
+    "--target",
+    metavar="SRC",
+    type=SOURCE,
+    required=True,
+    help="The model whose text is wanted, or the recipe of a pair.",
 )
+@click.option("--draft", metavar="SRC", type=SOURCE, help="A smaller model with the same tokenizer, which drafts.")
+@click.option("-o", "--out", metavar="DIR", required=True, type=FOLDER, help="Folder of the new bundle.")
 @click.option("--precision", type=_PRECISIONS, default="int4", show_default=True, help="How weights are stored.")
 @click.option("--draft-precision", type=_PRECISIONS, help="The draft's.  [default: as --precision]")
-@click.option("--max-length", metavar="N", type=int, help="Largest context.  [default: the model's, at most 32768]")
+@click.option(
+    "--max-length", metavar="N", type=int, help="Largest context, at least 74.  [default: the model's, at most 32768]"
+)
 @click.option(
     "--block-size", metavar="N", type=int, default=128, show_default=True, help="Quantised values that share a scale."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the bundle in DIR once the new one is complete.")
 @click.option(
     "--cache-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=CACHE_DIR,
     help="Where packages are assembled. By default the user's cache folder for paceline.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON document.")
@@ -58,11 +65,25 @@ def command(
     A source SRC is a recipe's name or .toml file, a folder with config.json and model.safetensors, a .gguf file, or a
     hub id org/name[@revision]. What is not on this machine yet is fetched first.
     """
-    if draft is None and isinstance(recipe := find_recipe(target), PairRecipe):
-        target, draft = recipe.target, recipe.draft
+    if isinstance(pair := find_recipe(target), PairRecipe):
+        if draft is not None:
+            raise click.UsageError(
+                f"--target {target} names a pair, which brings its own draft: leave --draft {draft} out, or give the "
+                f"pair's target, --target {pair.target}."
+            )
+        target, draft = pair.target, pair.draft
+    elif draft is not None and isinstance(pair := find_recipe(draft), PairRecipe):
+        raise click.UsageError(f"--draft {draft} names a pair; give the pair's draft, --draft {pair.draft}.")
 
     from paceline_export.export import check_arguments, export_bundle
+    from paceline_export.parity import PREFILL, SINGLE, VERIFY
     from paceline_export.source import resolve
+
+    if max_length is not None and max_length < (shortest := PREFILL + SINGLE + VERIFY + 1):
+        raise click.UsageError(
+            f"--max-length must be at least {shortest} positions, which `paceline check` needs to compare the bundle "
+            f"with torch; got {max_length}."
+        )
 
     check_arguments(
         out,
@@ -73,12 +94,12 @@ def command(
         block_size=block_size,
         overwrite=overwrite,
     )
-    sources = [resolve(text, cache_dir=cache_dir, progress=True) if text else None for text in (target, draft)]
-    assert sources[0] is not None
+    target_source = resolve(target, cache_dir=cache_dir, progress=True)
+    draft_source = resolve(draft, cache_dir=cache_dir, progress=True) if draft is not None else None
     with stages() as on_progress:
         report = export_bundle(
-            sources[0],
-            sources[1],
+            target_source,
+            draft_source,
             out,
             precision=precision,
             draft_precision=draft_precision,

@@ -9,13 +9,14 @@ import click
 from paceline_export.fetch import Route, default_cache_dir, fetch_all, progress_bar
 from paceline_export.recipe import ModelRecipe, PairRecipe, find_recipe, recipe_names
 
+from .arguments import CACHE_DIR, SOURCE
 from .tables import size
 
 __all__ = ["command"]
 
 
 @click.command("fetch")
-@click.argument("name", required=False)
+@click.argument("name", type=SOURCE, required=False)
 @click.option("--list", "list_recipes", is_flag=True, help="List the recipes that come with paceline, and stop.")
 @click.option(
     "--route",
@@ -26,7 +27,7 @@ __all__ = ["command"]
 )
 @click.option(
     "--cache-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=CACHE_DIR,
     help="Where packages are assembled. By default the user's cache folder for paceline.",
 )
 @click.option("--verify", is_flag=True, help="Hash what is already there; else its size and a marker are enough.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import sys
@@ -15,14 +16,15 @@ import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 
-from .sampling_options import sampling_options
+from .arguments import FOLDER, THREADS
+from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
 __all__ = ["command", "stats_text"]
 
 
 @click.command("generate")
-@click.argument("bundle", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("bundle", metavar="DIR", type=FOLDER)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
 @click.option(
     "--prompt-file",
@@ -39,11 +41,12 @@ __all__ = ["command", "stats_text"]
     " model]",
 )
 @sampling_options(temperature=0.0)
+@verification_option
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
 @click.option("--stop-token-id", metavar="ID", type=int, multiple=True, help="An id that ends it. May be repeated.")
-@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 @click.pass_context
@@ -56,6 +59,7 @@ def command(
     chat: bool,
     system: str | None,
     draft_tokens: int | None,
+    verification: str,
     seed: int | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
@@ -88,6 +92,7 @@ def command(
         sampling,
         max_new_tokens=max_new_tokens,
         num_draft_tokens=draft_tokens,
+        verification=verification,
         stop=stop,
         stop_token_ids=stop_token_id,
     )
@@ -95,6 +100,7 @@ def command(
         "bundle": str(bundle),
         "chat": chat,
         "num_draft_tokens": draft_tokens,
+        "verification": verification,
         **asdict(sampling),
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
@@ -119,9 +125,16 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is None and _is_terminal():
         raise click.UsageError("There is no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it into stdin.")
     if prompt_file is None or str(prompt_file) == "-":
-        where, data = "stdin", sys.stdin.buffer.read()
+        where, read = "stdin", _read_stdin
     else:
-        where, data = str(prompt_file), prompt_file.read_bytes()
+        where, read = str(prompt_file), prompt_file.read_bytes
+    try:
+        data = read()
+    except OSError as error:
+        raise click.ClickException(
+            f"The prompt cannot be read from {where} ({error.strerror or error}); give --prompt TEXT, or another "
+            "--prompt-file."
+        ) from error
     try:
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -132,7 +145,13 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _is_terminal() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:  # as after `<&-`
+        raise OSError(errno.EBADF, "it is closed")
+    return sys.stdin.buffer.read()
 
 
 def _check_text(option: str, text: str) -> None:

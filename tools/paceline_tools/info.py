@@ -13,6 +13,7 @@ import click
 from paceline import Bundle
 from paceline.bundle import ModelEntry
 
+from .arguments import FOLDER
 from .progress import stages
 from .tables import size, table
 
@@ -20,7 +21,7 @@ __all__ = ["command"]
 
 
 @click.command("info")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--verify", is_flag=True, help="Hash every file, too; the size of each is checked always.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the manifest and the computed figures as one JSON document."

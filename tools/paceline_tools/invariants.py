@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from paceline import SamplingParams, SpeculativeDecoder
 from paceline.drafters import DraftModelDrafter
-from paceline.generation import play_round
 from paceline.kv_cache import KVCache
 from paceline.model import CausalLM
+from paceline.rounds import play_round
+from paceline.row_sampler import RowSampler
 from paceline.sampling import distribution
 from paceline.streams import Chance, Streams
 from paceline.verify import Draft
@@ -130,6 +131,13 @@ def _gap(
     """How far below the best logit behind `prompt` and `text` the lower of two tokens lies; infinite for no token."""
     before = [*prompt, *text]
     logits = decoder.target.forward(before, decoder.target.new_cache(len(before)), 1)[0, : decoder.vocab_size]
+    sampler = RowSampler(
+        greedy,
+        vocab_size=decoder.vocab_size,
+        num_prompt_tokens=len(prompt),
+        end_token_ids=frozenset(decoder.eos_token_ids),
+    )
+    logits = sampler.adjusted(logits, before, ())
     return max(np.inf if token is None else float(logits.max() - logits[token]) for token in tokens)
 
 
@@ -167,12 +175,14 @@ def cache_rounds(
 ) -> list[Difference]:
     """Play greedy rounds with rejections forced in every row; after each compare both live caches with fresh ones."""
     assert decoder.draft is not None
-    greedy = SamplingParams()
     length = len(prompt) + num_rounds * (num_draft_tokens + 1) + 1
     length = min(length, decoder.target.max_length, decoder.draft.max_length)
     caches = decoder.target.new_cache(length), decoder.draft.new_cache(length)
+    samplers = [
+        RowSampler(SamplingParams(), vocab_size=decoder.vocab_size, num_prompt_tokens=len(prompt)) for _ in range(2)
+    ]
     drafter = _SpoiledDrafter(
-        DraftModelDrafter(decoder.draft, caches[1], greedy, decoder.vocab_size), decoder.vocab_size
+        DraftModelDrafter(decoder.draft, caches[1], samplers[1], decoder.vocab_size), decoder.vocab_size
     )
     tokens = list(prompt)
     found = []
@@ -181,18 +191,19 @@ def cache_rounds(
             break
         row = index % (num_draft_tokens + 1)
         drafter.row = row if row < num_draft_tokens else None
-        _, num_accepted = play_round(
+        played = play_round(
             tokens,
+            num_draft_tokens + 1,
             num_draft_tokens,
             target=decoder.target,
             cache=caches[0],
             drafter=drafter,
-            sampling=greedy,
+            sampler=samplers[0],
             vocab_size=decoder.vocab_size,
             chance=Streams(0),
         )
         found.append(_against_fresh(decoder.target, caches[0], tokens, decoder.vocab_size))
-        if drafter.row is not None and num_accepted > drafter.row:
+        if drafter.row is not None and played.num_accepted > drafter.row:
             break  # the wrong token was right, and the draft model has not seen it
         found.append(_against_fresh(decoder.draft, caches[1], tokens, decoder.vocab_size))
     return found

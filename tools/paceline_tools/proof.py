@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline import SamplingParams, SpeculativeDecoder
+from paceline.decoder import DEFAULT_VERIFICATION
 
 from .invariants import Difference, GreedyText, Tolerance, cache_rounds, greedy_texts, row_rounding
 from .law import Sample, draw_sample, findings
@@ -104,6 +105,7 @@ def prove(
     sampling: SamplingParams,
     *,
     num_draft_tokens: int,
+    verification: str = DEFAULT_VERIFICATION,
     samples: int,
     alpha: float,
     tolerance: Tolerance,
@@ -116,6 +118,7 @@ def prove(
         prompts: token ids by name.
         sampling: temperature 0 leaves the tests of the law out, since nothing is drawn. No seed counts as 0.
         num_draft_tokens: drafted in each round, at least 1.
+        verification: the rule, by name.
         samples: continuations of each prompt, plain and speculative each.
         alpha: the chance of a false alarm among all tests of the law.
         tolerance: of greedy texts and caches.
@@ -155,6 +158,7 @@ def prove(
                 prompt,
                 sampling,
                 num_draft_tokens=num_draft_tokens,
+                verification=verification,
                 samples=samples,
                 seed=sampling.seed or 0,
                 stream=index,

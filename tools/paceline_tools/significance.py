@@ -94,13 +94,13 @@ def rates(name: str, happened: Sequence[bool], probabilities: Sequence[float]) -
     return Finding(name, samples, effect, noise, p_value, detail)
 
 
-def uniformity(name: str, values: Sequence[float]) -> Finding:
-    """Kolmogorov and Smirnov's test that values in [0, 1] are uniform."""
+def uniformity(name: str, values: Sequence[float], samples: int) -> Finding:
+    """Kolmogorov and Smirnov's test that values in [0, 1] are uniform; `samples` of them come from draws."""
     if not values:
         return Finding(name, 0, 0.0, 0.0, 1.0, "no draws")
     statistic, p_value = stats.kstest(values, "uniform")
     noise = 0.8687 / math.sqrt(len(values))  # mean of Kolmogorov's law: sqrt(pi / 2) * log(2)
-    return Finding(name, len(values), float(statistic), noise, float(p_value))
+    return Finding(name, samples, float(statistic), noise, float(p_value))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

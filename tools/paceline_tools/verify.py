@@ -16,8 +16,9 @@ from paceline import Bundle, SamplingParams
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.errors import InvalidInputError
 
+from .arguments import FOLDER, THREADS
 from .progress import stages
-from .sampling_options import sampling_options
+from .sampling_options import sampling_options, verification_option
 from .tables import number, table
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
 
 
 @click.command("verify")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--prompt",
     "texts",
@@ -56,6 +57,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
     help="Tokens to draft per round.",
 )
 @sampling_options(temperature=1.0)
+@verification_option
 @click.option(
     "--alpha",
     type=click.FloatRange(0, 0.5, min_open=True),
@@ -64,7 +66,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
     help="Chance that an exact decoder fails, all tests together.",
 )
 @click.option("--seed", type=int, help="Makes the draws repeatable.  [default: a fresh one, which is printed]")
-@click.option("--threads", metavar="N", type=int, help="Threads that run the models.  [default: one per core]")
+@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.pass_context
 def command(
@@ -75,6 +77,7 @@ def command(
     chat: bool,
     samples: int,
     draft_tokens: int,
+    verification: str,
     alpha: float,
     seed: int | None,
     threads: int | None,
@@ -110,6 +113,7 @@ def command(
             prompts,
             sampling,
             num_draft_tokens=draft_tokens,
+            verification=verification,
             samples=samples,
             alpha=alpha,
             tolerance=TOLERANCES[precision],
@@ -123,6 +127,7 @@ def command(
             "chat": chat,
             "samples": samples,
             "num_draft_tokens": draft_tokens,
+            "verification": verification,
             **asdict(sampling),
             "threads": threads,
         }

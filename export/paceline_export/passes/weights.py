@@ -6,6 +6,7 @@ so that the float model is never in memory as a whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,11 +20,12 @@ from paceline_export.checkpoint import WeightReader
 from paceline_export.quantize import WeightFormat
 from paceline_export.quantize.blockwise import Blockwise, quantize
 
-__all__ = ["EMBEDDING_BLOCK_SIZES", "store_weights"]
+__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "store_weights"]
 
 # int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
 _ACCURACY_LEVEL = 4
 EMBEDDING_BLOCK_SIZES = (128, 64, 32, 16)
+_FLOAT16_END = 65520.0  # from here on, float16 rounds to infinity
 
 
 def store_weights(
@@ -48,7 +50,8 @@ def store_weights(
         on_weight: called with the name of each tensor as it is stored.
 
     Raises:
-        CheckpointError: a weight that the checkpoint lacks or holds in another shape.
+        CheckpointError: a weight that the checkpoint lacks, holds in another shape, or with values that are no numbers
+            or too large for the format. Those that are not quantised are read, and so found, when they are written.
     """
     _check_shapes(model, reader, constants)
     dtype = ir.DataType.FLOAT16 if weight_format.dtype == "float16" else ir.DataType.FLOAT
@@ -57,7 +60,9 @@ def store_weights(
     def read(name: str) -> torch.Tensor:
         if name in constants:
             return constants[name]
-        return reader.read(name)
+        tensor = reader.read(name)
+        _check_values(name, tensor, torch_dtype)
+        return tensor
 
     def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
         def load() -> ir.TensorProtocol:
@@ -107,12 +112,37 @@ def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, to
     for name, value in model.graph.initializers.items():
         if value.const_value is not None or name in constants:
             continue
-        expected, found = tuple(int(size) for size in value.shape), reader.shape(name)
-        if found != expected:
-            raise CheckpointError(
-                f"The tensor {name!r} has shape {found} in the checkpoint, but its configuration asks for {expected}; "
-                "configuration and weights do not belong together."
-            )
+        check_shape(reader, name, tuple(int(size) for size in value.shape))
+
+
+def check_shape(reader: WeightReader, name: str, expected: tuple[int, ...]) -> None:
+    """Check that the checkpoint holds a parameter in the shape that its configuration asks for.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if (found := reader.shape(name)) != expected:
+        raise CheckpointError(
+            f"The tensor {name!r} has shape {found} in the checkpoint, but its configuration asks for {expected}; "
+            "configuration and weights do not belong together."
+        )
+
+
+def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that every value is a number that `dtype` can hold."""
+    if not tensor.numel():
+        return
+    low, high = (float(end) for end in torch.aminmax(tensor))  # takes no memory; NaN if any value is
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise CheckpointError(
+            f"The tensor {name!r} holds values that are NaN or infinite, from which no text can come; expected "
+            "numbers. The checkpoint is damaged, or its training failed: download it again, or take another."
+        )
+    if dtype == torch.float16 and max(-low, high) >= _FLOAT16_END:
+        raise CheckpointError(
+            f"The tensor {name!r} holds values from {low:g} to {high:g}, and float16 ends at 65504. Export with "
+            "another precision than fp16."
+        )
 
 
 def _projection_weight(node: ir.Node) -> ir.Value | None:

@@ -9,9 +9,10 @@ from typing import Protocol
 from paceline.streams import Chance
 from paceline.verify import Draft
 
+from .checked import CheckedDrafter
 from .draft_model import DraftModelDrafter
 
-__all__ = ["DRAFTERS", "DraftModelDrafter", "Drafter"]
+__all__ = ["DRAFTERS", "CheckedDrafter", "DraftModelDrafter", "Drafter"]
 
 
 class Drafter(Protocol):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.errors import InvalidInputError, NoTokenLeftError
 from paceline.kv_cache import KVCache
 from paceline.model import CausalLM
-from paceline.sampling import FloatArray, SamplingParams, distribution, greedy_token
+from paceline.row_sampler import RowSampler
+from paceline.sampling import FloatArray
 from paceline.streams import Chance, Purpose
-from paceline.verify import NO_DRAFT, Draft
+from paceline.verify import NO_DRAFT, Draft, DraftProbs
 
 __all__ = ["DraftModelDrafter"]
 
@@ -22,16 +26,43 @@ class DraftModelDrafter:
     decoding goes on. The same once the text holds an id that the draft model does not know.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, sampling: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        sampler: RowSampler,
+        vocab_size: int,
+        logit_ids: NDArray[np.int64] | None = None,
+    ) -> None:
         """Draft with `model`, whose `cache` is empty, over the ids `0 … vocab_size - 1`.
 
-        `sampling` is how draft tokens are drawn; it may differ from the target's without touching the law.
+        Args:
+            model: the draft model. Ids it has no logit for are never drafted.
+            cache: the draft model's.
+            sampler: how draft tokens are drawn; it may differ from the target's without touching the law.
+            vocab_size: size of the common vocabulary.
+            logit_ids: `[width]`, the id that each logit stands for, each at most once; None where the i-th logit
+                stands for id i.
+
+        Raises:
+            InvalidInputError: `logit_ids` is not one id of the common vocabulary for every logit.
         """
         self._model = model
         self._cache = cache
-        self._sampling = sampling
+        self._sampler = sampler
         self._vocab_size = vocab_size
-        self._width = min(model.vocab_size, vocab_size)
+        self._width = min(model.vocab_size, vocab_size) if logit_ids is None else len(logit_ids)
+        if logit_ids is not None and (
+            logit_ids.shape != (model.vocab_size,)
+            or len(np.unique(logit_ids)) < len(logit_ids)
+            or not 0 <= int(logit_ids.min()) <= int(logit_ids.max()) < vocab_size
+        ):
+            raise InvalidInputError(
+                f"logit_ids must hold {model.vocab_size} different ids below {vocab_size}, one for each logit of the "
+                "draft model."
+            )
+        self._logit_ids = logit_ids
+        self._num_input_ids = model.vocab_size if logit_ids is None else vocab_size
         self._unknown_id = False
 
     @property
@@ -45,39 +76,51 @@ class DraftModelDrafter:
             self._model.forward(tokens, self._cache, 1)
 
     def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
-        """Draw up to `num_draft_tokens` tokens behind `tokens`."""
+        """Draw up to `num_draft_tokens` tokens behind `tokens`, none behind an end token."""
         # Whatever the cache lacks: the last token, and after full acceptance the one before it.
-        feed = tokens[self._cache.length :]
+        feed = list(tokens[self._cache.length :])
         count = min(num_draft_tokens, self._cache.room - len(feed) + 1)  # the last one drawn is not fed
         if count < 1 or not self._knows(feed):
             return NO_DRAFT
 
         drafted: list[int] = []
-        probs: list[FloatArray] = []
-        for position in range(len(tokens), len(tokens) + count):
-            logits = self._model.forward(feed, self._cache, 1)[0, : self._width]  # [width]
-            where = f"The draft model's logits for position {position}"
-            if self._sampling.greedy:
-                token = greedy_token(logits, where)
-            else:
-                row = self._padded(distribution(logits, self._sampling, where))  # [vocab]
-                token = chance.draw(row, position, Purpose.DRAFT, round_start=len(tokens))
-                probs.append(row)
+        probs: list[DraftProbs] = []
+        while len(drafted) < count and self._sampler.end_token_ids.isdisjoint(drafted[-1:]):
+            token = self._sampler.forced(tokens, drafted)
+            row: DraftProbs = None
+            if token is None:
+                logits = self._spread(self._model.forward(feed, self._cache, 1)[0, : self._width])
+                feed = []
+                try:
+                    if self._sampler.greedy:
+                        token = self._sampler.greedy_token(logits, tokens, drafted, "draft")
+                    else:
+                        row = self._sampler.distribution(logits, tokens, drafted, "draft")  # [vocab]
+                        position = len(tokens) + len(drafted)
+                        token = chance.draw(row, position, Purpose.DRAFT, round_start=len(tokens))
+                except NoTokenLeftError:  # whatever the target may still emit, this model has no logit for it
+                    break
             drafted.append(token)
-            feed = (token,)
-        return Draft(tuple(drafted), None if self._sampling.greedy else probs)
+            probs.append(row)
+            feed.append(token)
+            if token >= self._num_input_ids:  # forced, and nothing that this model could go on from
+                break
+        return Draft(tuple(drafted), None if self._sampler.greedy else probs)
 
     def rollback(self, length: int) -> None:
         """Keep at most the first `length` positions."""
         if length < self._cache.length:
             self._cache.rollback(length)
 
-    def _padded(self, probs: FloatArray) -> FloatArray:
-        """Probability 0 for the ids that the draft model has no logit for."""
-        missing = self._vocab_size - len(probs)
-        return np.pad(probs, (0, missing)) if missing else probs
+    def _spread(self, logits: FloatArray) -> FloatArray:
+        """Logits over the common vocabulary; minus infinity for the ids that the draft model has no logit for."""
+        if self._logit_ids is None and len(logits) == self._vocab_size:
+            return logits
+        row = np.full(self._vocab_size, -math.inf, logits.dtype)
+        row[slice(self._width) if self._logit_ids is None else self._logit_ids] = logits
+        return row
 
     def _knows(self, tokens: Sequence[int]) -> bool:
-        if self._model.vocab_size < self._vocab_size and not self._unknown_id:
-            self._unknown_id = any(token >= self._model.vocab_size for token in tokens)
+        if self._num_input_ids < self._vocab_size and not self._unknown_id:
+            self._unknown_id = any(token >= self._num_input_ids for token in tokens)
         return not self._unknown_id

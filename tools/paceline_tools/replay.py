@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import SamplingParams, SpeculativeDecoder
+from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.drafters import Drafter, DraftModelDrafter
 from paceline.errors import ContextLengthError, InvalidInputError
-from paceline.generation import play_round
+from paceline.rounds import play_round
+from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray
 from paceline.streams import Chance, Purpose
 from paceline.verify import Draft
@@ -54,9 +56,14 @@ class Rounds:
     """Plays rounds of one prompt's continuations; every text runs through the models once."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, prompt: Sequence[int], sampling: SamplingParams, num_draft_tokens: int
+        self,
+        decoder: SpeculativeDecoder,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        verification: str = DEFAULT_VERIFICATION,
     ) -> None:
-        """Continue `prompt`, by at most `num_draft_tokens + 2` tokens.
+        """Continue `prompt` by a round of at most `num_draft_tokens` drafted tokens and one more token.
 
         Raises:
             InvalidInputError: nothing drafts.
@@ -67,12 +74,16 @@ class Rounds:
         self.prompt = tuple(prompt)
         self._sampling = sampling
         self._vocab_size = decoder.vocab_size
-        length = len(prompt) + num_draft_tokens + 2
+        self._end_token_ids = frozenset(decoder.eos_token_ids)
+        self._verification = verification
+        # Of one round: what is forced, what is drafted, and one more.
+        self._limit = len(sampling.forced_token_ids) + num_draft_tokens + 1
+        length = len(prompt) + self._limit + 1
         for name, model in (("target", decoder.target), ("draft", decoder.draft)):
             if length > model.max_length:
                 raise ContextLengthError(
-                    f"A prompt of {len(prompt)} tokens and a round of {num_draft_tokens} drafted ones need {length} "
-                    f"positions, but the {name} model's context has {model.max_length}; shorten the prompt."
+                    f"A prompt of {len(prompt)} tokens and a round of {self._limit} need {length} positions, but the "
+                    f"{name} model's context has {model.max_length}; shorten the prompt."
                 )
         self._target = MemoModel(decoder.target, length)
         self._draft = MemoModel(decoder.draft, length)
@@ -83,23 +94,36 @@ class Rounds:
         return self._target.num_passes, self._draft.num_passes
 
     def play(self, tokens: list[int], num_draft_tokens: int, chance: Chance) -> tuple[Draft, int]:
-        """Extend `tokens`, the prompt and more, by one round; return its draft and how many of its tokens stood."""
+        """Extend `tokens`, the prompt and more, by one round; return its draft and how many of its tokens stood.
+
+        With nothing to draft it is a step of plain decoding: one token.
+        """
         drafter = NotingDrafter(
             DraftModelDrafter(
-                self._draft, self._draft.new_cache(self._draft.max_length), self._sampling, self._vocab_size
+                self._draft, self._draft.new_cache(self._draft.max_length), self._sampler(), self._vocab_size
             )
         )
-        _, num_accepted = play_round(
+        played = play_round(
             tokens,
+            self._limit if num_draft_tokens else 1,
             num_draft_tokens,
             target=self._target,
             cache=self._target.cache_of(tokens[:-1]),
             drafter=drafter if num_draft_tokens else None,
-            sampling=self._sampling,
+            sampler=self._sampler(),
             vocab_size=self._vocab_size,
             chance=chance,
+            rule=self._verification,
         )
-        return drafter.draft, num_accepted
+        return drafter.draft, played.num_accepted
+
+    def _sampler(self) -> RowSampler:
+        return RowSampler(
+            self._sampling,
+            vocab_size=self._vocab_size,
+            num_prompt_tokens=len(self.prompt),
+            end_token_ids=self._end_token_ids,
+        )
 
 
 class PlainLaw:

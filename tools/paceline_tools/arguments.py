@@ -1,0 +1,67 @@
+"""Types of arguments that several commands take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS"]
+
+
+class FilledText(click.types.StringParamType):
+    """Text that is not empty, in UTF-8: it comes to stand in files of JSON."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the text."""
+        text = str(value)
+        if not text.strip():
+            self.fail(
+                f"got {text!r}; the name or path of a source is expected, such as a recipe's or a folder's.", param, ctx
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            self.fail(f"{text!r} is not valid UTF-8 at character {error.start}.", param, ctx)
+        return text
+
+
+class FilledPath(click.Path):
+    """A path that is not empty: `Path("")` would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Check the path."""
+        if not os.fspath(value):
+            self.fail("got an empty text where a path is expected; the current folder is written as a dot.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class OutputFile(FilledPath):
+    """A file that can be written, so that long work does not end in a refusal; links are followed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Check the path by writing a file beside it, which is removed again."""
+        path = Path(os.path.realpath(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {path.parent}; make it first.", param, ctx)
+        if path.exists() and not path.is_file():
+            self.fail(f"{value} is not a regular file, so it is not replaced; name a file.", param, ctx)
+        trial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            self.fail(f"{value} cannot be written ({error.strerror}); choose another place.", param, ctx)
+        return path
+
+
+FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
+CACHE_DIR = FilledPath(file_okay=False, path_type=Path)
+OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)
+SOURCE = FilledText()
+# ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
+THREADS = click.IntRange(1, 1024)
