@@ -101,13 +101,16 @@ class RowSampler:
     def forced(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> int | None:
         """The only token that may follow, where parameters or constraint leave one whatever the logits are."""
         num_new = len(tokens) + len(drafted) - self._num_prompt_tokens
+        allowed = self._allowed(tokens, drafted)
         if num_new < len(self.params.forced_token_ids):
             forced = self.params.forced_token_ids[num_new]
-        elif (allowed := self._allowed(tokens, drafted)) is not None and np.count_nonzero(allowed) == 1:
+        elif allowed is not None and np.count_nonzero(allowed) == 1:
             forced = int(allowed.argmax())
         else:
             return None
-        # What contradicts another parameter is left to `adjusted`, which says so.
+        # What contradicts the constraint or another parameter is left to `adjusted`, which says so.
+        if allowed is not None and not allowed[forced]:
+            return None
         return None if forced in self._forbidden(tokens, drafted) else forced
 
     def adjusted(

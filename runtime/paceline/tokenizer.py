@@ -87,6 +87,10 @@ class Tokenizer:
         """Text of `token_ids`, without special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`, for libraries that read one."""
+        return self._backend.to_str()
+
     def stream(self) -> TextStream:
         """Start to decode tokens one by one."""
         return TextStream(self)

@@ -53,7 +53,7 @@ def test_drafters_are_found_by_name() -> None:
     assert DRAFTERS["draft-model"] is DraftModelDrafter
 
 
-@pytest.mark.parametrize("unwanted", ["torch", "transformers", "onnx", "onnxruntime"])
+@pytest.mark.parametrize("unwanted", ["torch", "transformers", "onnx", "onnxruntime", "llguidance"])
 def test_import_paceline_stays_lean(unwanted: str) -> None:
-    code = f"import sys, paceline, paceline.testing; sys.exit({unwanted!r} in sys.modules)"
+    code = f"import sys, paceline, paceline.grammar, paceline.testing; sys.exit({unwanted!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "runtime")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.bundle import Bundle
 from paceline.generation import Generation
+from paceline.ort import OrtModel
+from paceline.testing import TableModel
 
-from .conftest import CONTEXT, Invoke, environment, run_paceline, write_table_bundle
+from .conftest import CONTEXT, VOCAB, Invoke, environment, run_paceline, write_table_bundle
 
 STATS = [
     *("prompt_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "block_efficiency"),
@@ -70,8 +74,49 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "max_new_tokens": 20,
         "stop": [],
         "stop_token_ids": [7],
+        "json_schema": None,
+        "regex": None,
         "threads": 2,
     }
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_the_text_keeps_to_a_regex_or_a_json_schema(
+    invoke: Invoke, table_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_tokens: int
+) -> None:
+    def open_model(bundle: Bundle, which: str, **options: Any) -> TableModel:
+        return TableModel.random(VOCAB, seed=len(which), order=1, max_length=CONTEXT)
+
+    monkeypatch.setattr(OrtModel, "open", open_model)
+    args = (table_bundle, "--prompt", "hi", "--temperature", 1, "--seed", 3, "--draft-tokens", draft_tokens)
+    found = document(invoke, *args, "--regex", "(up|down)[0-9]{3}")
+    assert re.fullmatch("(up|down)[0-9]{3}", found["text"])
+    assert found["finish_reason"] == "stop"
+    assert found["settings"]["regex"] == "(up|down)[0-9]{3}"
+
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], '
+                      '"additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}')  # fmt: skip
+    found = document(invoke, *args, "--json-schema", schema)
+    assert json.loads(found["text"]) == {"a": "b"}
+    assert found["settings"]["json_schema"] == str(schema)
+
+
+def test_bad_constraints_are_wrong_usage(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "uniqueItems": true}')
+    latin = tmp_path / "latin.json"
+    latin.write_bytes(b'{"const": "\xe4"}')
+    for options, reason in (
+        (("--regex", "(a"), "unclosed group"),
+        (("--json-schema", schema), "uniqueItems"),
+        (("--json-schema", latin), "UTF-8"),
+        (("--json-schema", tmp_path / "none.json"), "does not exist"),
+        (("--json-schema", schema, "--regex", "a"), "exclude each other"),
+    ):
+        result = invoke("generate", table_bundle, "--prompt", "a", *options)
+        assert result.exit_code == 2
+        assert reason in result.stderr
 
 
 @pytest.mark.parametrize(("draft", "expected"), [(True, 3), (False, 0)])

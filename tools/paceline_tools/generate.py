@@ -14,7 +14,9 @@ import click
 
 import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
+from paceline.constraint import Constraint
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
+from paceline.grammar import GrammarConstraint
 
 from .arguments import FOLDER, THREADS
 from .sampling_options import sampling_options, verification_option
@@ -46,6 +48,13 @@ __all__ = ["command", "stats_text"]
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
 @click.option("--stop-token-id", metavar="ID", type=int, multiple=True, help="An id that ends it. May be repeated.")
+@click.option(
+    "--json-schema",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Write JSON that this schema accepts.",
+)
+@click.option("--regex", metavar="PATTERN", help="Write text that matches this regular expression as a whole.")
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
@@ -64,6 +73,8 @@ def command(
     max_new_tokens: int,
     stop: tuple[str, ...],
     stop_token_id: tuple[int, ...],
+    json_schema: Path | None,
+    regex: str | None,
     threads: int | None,
     show_stats: bool,
     as_json: bool,
@@ -76,10 +87,17 @@ def command(
     if system is not None and not chat:
         raise click.UsageError("--system is a message of a chat; give --chat too.")
     text = _prompt(prompt, prompt_file)
-    for option, value in (("--prompt", text), ("--system", system or ""), *(("--stop", one) for one in stop)):
+    for option, value in (
+        ("--prompt", text),
+        ("--system", system or ""),
+        ("--regex", regex or ""),
+        *(("--stop", one) for one in stop),
+    ):
         _check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
+    if json_schema is not None and regex is not None:
+        raise click.UsageError("--json-schema and --regex exclude each other; give one of them.")
     if knobs["temperature"] > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
     sampling = SamplingParams(**knobs, seed=seed)
@@ -95,6 +113,7 @@ def command(
         verification=verification,
         stop=stop,
         stop_token_ids=stop_token_id,
+        constraint=_constraint(decoder, json_schema, regex),
     )
     settings = {
         "bundle": str(bundle),
@@ -105,6 +124,8 @@ def command(
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
         "stop_token_ids": list(stop_token_id),
+        "json_schema": None if json_schema is None else str(json_schema),
+        "regex": regex,
         "threads": threads,
     }
     interrupted = _stream(generation, silent=as_json)
@@ -166,6 +187,19 @@ def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> lis
     assert decoder.tokenizer is not None  # load() always gives one
     messages = [{"role": "system", "content": system}] if system is not None else []
     return decoder.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def _constraint(decoder: SpeculativeDecoder, json_schema: Path | None, regex: str | None) -> Constraint | None:
+    assert decoder.tokenizer is not None  # load() always gives one
+    if regex is not None:
+        return GrammarConstraint.from_regex(decoder.tokenizer, regex)
+    if json_schema is None:
+        return None
+    try:
+        schema = json_schema.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"The JSON schema {json_schema} is not UTF-8 at byte {error.start}.") from error
+    return GrammarConstraint.from_json_schema(decoder.tokenizer, schema)
 
 
 def _stream(generation: Generation, *, silent: bool) -> bool:
