@@ -120,6 +120,9 @@ def test_a_chat_is_encoded_as_one(invoke: Invoke, table_bundle: Path) -> None:
         (("--top-p", 0), "top_p must be"),
         (("--seed", -1), "seed must be"),
         (("--prompt", ""), "empty"),
+        (("--prompt", "\udcff"), "not valid UTF-8"),
+        (("--logit-bias", "7"), "a token id and a number are expected"),
+        (("--ban-token-id", 999), "banned_token_ids holds id 999"),
         (("--prompt", "x" * 62), "62 tokens"),
     ],
 )

@@ -18,7 +18,7 @@ from paceline.constraint import Constraint
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.grammar import GrammarConstraint
 
-from .arguments import FOLDER, THREADS
+from .arguments import FOLDER, THREADS, check_text
 from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
@@ -93,7 +93,7 @@ def command(
         ("--regex", regex or ""),
         *(("--stop", one) for one in stop),
     ):
-        _check_text(option, value)
+        check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
     if json_schema is not None and regex is not None:
@@ -173,14 +173,6 @@ def _read_stdin() -> bytes:
     if sys.stdin is None:  # as after `<&-`
         raise OSError(errno.EBADF, "it is closed")
     return sys.stdin.buffer.read()
-
-
-def _check_text(option: str, text: str) -> None:
-    """Refuse bytes of the command line that are no characters; Python carries them as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error
 
 
 def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> list[int]:

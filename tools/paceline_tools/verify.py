@@ -16,7 +16,7 @@ from paceline import Bundle, SamplingParams
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.errors import InvalidInputError
 
-from .arguments import FOLDER, THREADS
+from .arguments import FOLDER, THREADS, check_text
 from .progress import stages
 from .sampling_options import sampling_options, verification_option
 from .tables import number, table
@@ -90,6 +90,8 @@ def command(
     decoding; compares greedy texts and KV caches, too. The exit code is 1 when something differs by more than chance
     or rounding explains.
     """
+    for text in texts:
+        check_text("--prompt", text)
     sampling = SamplingParams(**knobs, seed=secrets.randbits(32) if seed is None else seed)
     decoder = paceline.load(folder, threads=threads)
     tokenizer = decoder.tokenizer
