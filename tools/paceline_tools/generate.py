@@ -18,7 +18,8 @@ from paceline.constraint import Constraint
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.grammar import GrammarConstraint
 
-from .arguments import FOLDER, THREADS
+from .arguments import FOLDER, THREADS, check_text
+from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
 __all__ = ["command", "stats_text"]
@@ -41,9 +42,8 @@ __all__ = ["command", "stats_text"]
     help=f"Tokens to draft per round; 0 is plain decoding.  [default: {DEFAULT_NUM_DRAFT_TOKENS}, or 0 without a draft"
     " model]",
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the most probable tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability; 1 keeps all.")
+@sampling_options(temperature=0.0)
+@verification_option
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
@@ -61,15 +61,14 @@ __all__ = ["command", "stats_text"]
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     bundle: Path,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
     system: str | None,
     draft_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    verification: str,
     seed: int | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
@@ -79,6 +78,7 @@ def command(
     threads: int | None,
     show_stats: bool,
     as_json: bool,
+    **knobs: Any,
 ) -> None:
     """Generate text with the bundle in DIR.
 
@@ -93,14 +93,14 @@ def command(
         ("--regex", regex or ""),
         *(("--stop", one) for one in stop),
     ):
-        _check_text(option, value)
+        check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
     if json_schema is not None and regex is not None:
         raise click.UsageError("--json-schema and --regex exclude each other; give one of them.")
-    if temperature > 0 and seed is None:
+    if knobs["temperature"] > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = SamplingParams(**knobs, seed=seed)
 
     decoder = paceline.load(bundle, threads=threads)
     if draft_tokens is None:
@@ -110,6 +110,7 @@ def command(
         sampling,
         max_new_tokens=max_new_tokens,
         num_draft_tokens=draft_tokens,
+        verification=verification,
         stop=stop,
         stop_token_ids=stop_token_id,
         constraint=_constraint(decoder, json_schema, regex),
@@ -118,6 +119,7 @@ def command(
         "bundle": str(bundle),
         "chat": chat,
         "num_draft_tokens": draft_tokens,
+        "verification": verification,
         **asdict(sampling),
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
@@ -171,14 +173,6 @@ def _read_stdin() -> bytes:
     if sys.stdin is None:  # as after `<&-`
         raise OSError(errno.EBADF, "it is closed")
     return sys.stdin.buffer.read()
-
-
-def _check_text(option: str, text: str) -> None:
-    """Refuse bytes of the command line that are no characters; Python carries them as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error
 
 
 def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> list[int]:
