@@ -159,7 +159,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.weights: FloatArray | None = None
 
-    def happens(self, probability: float, position: int, purpose: Purpose) -> bool:
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
         return False
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
