@@ -6,7 +6,7 @@ import errno
 import json
 import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ __all__ = ["command", "stats_text"]
 )
 @sampling_options(temperature=0.0)
 @verification_option
+@click.option(
+    "--draft-temperature",
+    metavar="T",
+    type=float,
+    help="The draft model's own temperature, which leaves the text's law alone.  [default: as --temperature]",
+)
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
@@ -55,6 +61,12 @@ __all__ = ["command", "stats_text"]
     help="Write JSON that this schema accepts.",
 )
 @click.option("--regex", metavar="PATTERN", help="Write text that matches this regular expression as a whole.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=int,
+    help="With --json: the logprob of every token, and of the N most probable ones.",
+)
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
@@ -69,12 +81,14 @@ def command(
     system: str | None,
     draft_tokens: int | None,
     verification: str,
+    draft_temperature: float | None,
     seed: int | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
     stop_token_id: tuple[int, ...],
     json_schema: Path | None,
     regex: str | None,
+    logprobs: int | None,
     threads: int | None,
     show_stats: bool,
     as_json: bool,
@@ -98,9 +112,14 @@ def command(
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
     if json_schema is not None and regex is not None:
         raise click.UsageError("--json-schema and --regex exclude each other; give one of them.")
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs are printed in the JSON document; give --json too.")
     if knobs["temperature"] > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
     sampling = SamplingParams(**knobs, seed=seed)
+    draft_sampling = None
+    if draft_temperature is not None:
+        draft_sampling = replace(sampling, temperature=draft_temperature, seed=None)
 
     decoder = paceline.load(bundle, threads=threads)
     if draft_tokens is None:
@@ -111,6 +130,8 @@ def command(
         max_new_tokens=max_new_tokens,
         num_draft_tokens=draft_tokens,
         verification=verification,
+        draft_sampling=draft_sampling,
+        logprobs=logprobs,
         stop=stop,
         stop_token_ids=stop_token_id,
         constraint=_constraint(decoder, json_schema, regex),
@@ -120,12 +141,14 @@ def command(
         "chat": chat,
         "num_draft_tokens": draft_tokens,
         "verification": verification,
+        "draft_temperature": draft_temperature,
         **asdict(sampling),
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
         "stop_token_ids": list(stop_token_id),
         "json_schema": None if json_schema is None else str(json_schema),
         "regex": regex,
+        "logprobs": logprobs,
         "threads": threads,
     }
     interrupted = _stream(generation, silent=as_json)
@@ -217,6 +240,7 @@ def _document(generation: Generation, settings: dict[str, Any]) -> dict[str, Any
         "text": generation.text,
         "token_ids": list(generation.token_ids),
         "finish_reason": generation.finish_reason,
+        **({} if generation.logprobs is None else {"logprobs": [asdict(one) for one in generation.logprobs]}),
         "stats": generation.stats.as_dict(),
         "settings": settings,
     }
