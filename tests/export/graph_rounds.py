@@ -2,7 +2,8 @@
 
 A *tie* is a round where the two differ but numpy itself gives the graphs' answer when its uniforms are moved by up to
 `TIE`, where numpy would cut like the graphs with `top_p`, `typical_p` or `min_p` moved by as much, or where the tokens
-that one of them cut are equal, to rounding, to one that was kept.
+that one of them cut are equal, to rounding, to one that was kept: in their probability, or for `typical_p` in their
+distance from the entropy, a float32 sum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline_export.sampler.verify import block_verifier, deterministic_verifie
 
 TIE = 1e-6
 EQUAL = 1e-6
+EQUALLY_TYPICAL = 5e-6
 
 
 @functools.cache
@@ -276,9 +278,9 @@ def _compare_rows(ours: FloatArray, theirs_for: Callable[[SamplingParams], Float
     with np.errstate(divide="ignore"):
         size, log_probs = np.log(uncut), np.log(before_typical)
     entropy = -np.sum(before_typical[before_typical > 0] * log_probs[before_typical > 0], dtype=np.float64)
-    orders = (size, np.abs(-log_probs - entropy))
+    orders = ((size, EQUAL), (np.abs(-log_probs - entropy), EQUALLY_TYPICAL))
     if all(
-        any(np.isclose(o[i], o[kept_by_numpy], rtol=0, atol=EQUAL).any() for o in orders) for i in np.flatnonzero(edge)
+        any(np.isclose(o[i], o[kept_by_numpy], rtol=0, atol=t).any() for o, t in orders) for i in np.flatnonzero(edge)
     ):
         return "cut tie"
 
