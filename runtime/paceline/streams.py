@@ -79,10 +79,14 @@ class Streams:
                 tests: a position whose draft fell with an earlier rejection is drafted and judged again in a later
                 round, with fresh numbers.
         """
+        return self.integer(position, purpose, round_start) * 2.0**-53
+
+    def integer(self, position: int, purpose: Purpose, round_start: int = 0) -> int:
+        """The integer below 2**53 that `uniform` divides by 2**53."""
         # Word 0 of the counter is the generator's own step: left at 0, it keeps the streams disjoint.
         counter = np.array((0, position, purpose, round_start), dtype=np.uint64)
         key = np.array((self.seed, self.request), dtype=np.uint64)
-        return (int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11) * 2.0**-53
+        return int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11
 
     def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
         """Decide an event of this probability; 1 always happens, 0 and NaN never."""
