@@ -1,9 +1,9 @@
 """Rounds through the sampler's graphs and through numpy, with the same numbers, and how the two compare.
 
 A *tie* is a round where the two differ but numpy itself gives the graphs' answer when its uniforms are moved by up to
-`TIE`, where numpy would cut like the graphs with `top_p`, `typical_p` or `min_p` moved by as much, or where the tokens
-that one of them cut are equal, to rounding, to one that was kept: in their probability, or for `typical_p` in their
-distance from the entropy, a float32 sum over the vocabulary.
+`TIE`, where numpy would cut like the graphs with `top_p`, `typical_p` or `min_p` moved by up to `SUM_TIE`, or where the
+tokens that one of them cut are as good as one that was kept: in their probability to `EQUAL`, or for `typical_p` in
+their distance from the entropy to `SUM_TIE`, the rounding of float32 sums over 10**5 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline_export.sampler.verify import block_verifier, deterministic_verifie
 
 TIE = 1e-6
 EQUAL = 1e-6
-EQUALLY_TYPICAL = 5e-6
+SUM_TIE = 5e-6
 
 
 @functools.cache
@@ -278,7 +278,7 @@ def _compare_rows(ours: FloatArray, theirs_for: Callable[[SamplingParams], Float
     with np.errstate(divide="ignore"):
         size, log_probs = np.log(uncut), np.log(before_typical)
     entropy = -np.sum(before_typical[before_typical > 0] * log_probs[before_typical > 0], dtype=np.float64)
-    orders = ((size, EQUAL), (np.abs(-log_probs - entropy), EQUALLY_TYPICAL))
+    orders = ((size, EQUAL), (np.abs(-log_probs - entropy), SUM_TIE))
     if all(
         any(np.isclose(o[i], o[kept_by_numpy], rtol=0, atol=t).any() for o, t in orders) for i in np.flatnonzero(edge)
     ):
@@ -288,5 +288,5 @@ def _compare_rows(ours: FloatArray, theirs_for: Callable[[SamplingParams], Float
         top_p, typical_p = (min(value + move, 1.0) for value in (params.top_p, params.typical_p))
         return theirs_for(replace(params, top_p=top_p, typical_p=typical_p, min_p=params.min_p * (1 - move))) > 1e-30
 
-    fewest, most = moved(-TIE), moved(TIE)
+    fewest, most = moved(-SUM_TIE), moved(SUM_TIE)
     return "cut tie" if not (fewest & ~kept).any() and not (kept & ~most).any() else "cut differs"
