@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "DEFAULT_VERIFICATION", "SpeculativeDecoder"]
 
 DEFAULT_NUM_DRAFT_TOKENS = 3
-DEFAULT_VERIFICATION = "token"
+DEFAULT_VERIFICATION = "block"
 
 
 @dataclass(frozen=True, slots=True)

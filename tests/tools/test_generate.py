@@ -56,7 +56,7 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "bundle": str(table_bundle),
         "chat": False,
         "num_draft_tokens": 2,
-        "verification": "token",
+        "verification": "block",
         "draft_temperature": None,
         "temperature": 0.0,
         "top_k": 0,
