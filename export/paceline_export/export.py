@@ -39,6 +39,7 @@ from .passes.reshapes import drop_reshape_pairs
 from .passes.weights import check_shape, store_weights
 from .quantize import weight_format
 from .quantize.blockwise import BLOCK_SIZES
+from .sampler.build import write_sampler
 from .source import Source
 
 __all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
@@ -142,8 +143,10 @@ def export_bundle(
                 checkpoint, checked[which][0], folder, which, precisions[which], lengths[which], block_size, within
             )
             done += share
-        report("write tokenizer and manifest", 0.97)
+        report("write tokenizer, sampler and manifest", 0.97)
         tokenizer = _write_tokenizer(checkpoints["target"], end_tokens, folder)
+        draft_width = entries["draft"].vocab_size if draft is not None else None
+        sampler = write_sampler(folder, tokenizer.vocab_size, entries["target"].vocab_size, draft_width)
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         files = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
         manifest = Manifest(
@@ -153,6 +156,7 @@ def export_bundle(
             draft=entries.get("draft"),
             tokenizer=tokenizer,
             files=files,
+            sampler=sampler,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     report("done", 1.0)

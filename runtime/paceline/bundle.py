@@ -6,6 +6,7 @@ The manifest is the only contract between export and runtime. Nothing in a bundl
 bundle/paceline.json                 this module's Manifest
 bundle/target/model.onnx  model.onnx.data  config.json
 bundle/draft/…                       the same for the draft model, when there is one
+bundle/sampler/*.onnx                sampling and verification as graphs
 bundle/tokenizer.json  chat_template.jinja  generation_config.json
 ```
 """
@@ -31,6 +32,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "ModelEntry",
+    "SamplerEntry",
     "SourceEntry",
     "TensorSpec",
     "TokenizerEntry",
@@ -135,8 +137,16 @@ class ModelEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerEntry:
+    """The sampler's graphs: where they are by their names, and the width of their rows of probabilities and counts."""
+
+    graphs: Mapping[str, str]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `paceline.json`."""
+    """The content of `paceline.json`. A bundle from before there were sampler graphs has no `sampler`."""
 
     format_version: int
     paceline_version: str
@@ -144,6 +154,7 @@ class Manifest:
     draft: ModelEntry | None
     tokenizer: TokenizerEntry
     files: Mapping[str, FileEntry]
+    sampler: SamplerEntry | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.target.vocab_size:
@@ -155,6 +166,13 @@ class Manifest:
         for model in (self.target, self.draft):
             if model is not None and model.path not in self.files:
                 raise BundleError(f"The manifest names the graph {model.path!r} but does not list it among its files.")
+        if self.sampler is None:
+            return
+        if self.sampler.width < self.tokenizer.vocab_size:
+            raise BundleError(f"sampler.width is {self.sampler.width}, less than {self.tokenizer.vocab_size} ids need.")
+        for path in self.sampler.graphs.values():
+            if path not in self.files:
+                raise BundleError(f"The manifest names the graph {path!r} but does not list it among its files.")
 
     def to_json(self) -> str:
         """Serialise to the text of `paceline.json`."""
@@ -298,11 +316,12 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
 def _build_dataclass(cls: type[_T], value: Any, where: str) -> _T:
     hints = typing.get_type_hints(cls)
     data = _expect(dict, value, where)
-    if missing := hints.keys() - data.keys():
+    optional = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}  # type: ignore[arg-type]
+    if missing := hints.keys() - data.keys() - optional:
         raise BundleError(f"{where} lacks {', '.join(sorted(missing))}.")
     if unknown := data.keys() - hints.keys():
         raise BundleError(f"{where} has fields that this paceline does not know: {', '.join(sorted(unknown))}.")
-    return cls(**{name: _build(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+    return cls(**{name: _build(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
 def _expect(kind: type[_T], value: Any, where: str) -> _T:

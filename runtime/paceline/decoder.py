@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .constraint import Constraint, ConstraintMasks
 from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
 from .errors import ContextLengthError, InvalidInputError
 from .generation import Generation
 from .model import CausalLM
+from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
 from .sampling import SamplingParams
 from .stopping import Cutter
@@ -19,10 +20,13 @@ from .streams import Streams
 from .tokenizer import Tokenizer
 from .verify import VERIFICATION_RULES
 
+if TYPE_CHECKING:
+    from .ort_sampler import SamplerGraphs
+
 __all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "DEFAULT_VERIFICATION", "SpeculativeDecoder"]
 
 DEFAULT_NUM_DRAFT_TOKENS = 3
-DEFAULT_VERIFICATION = "token"
+DEFAULT_VERIFICATION = "block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class SpeculativeDecoder:
         vocab_size: ids `0 … vocab_size - 1` can be read and emitted; wider logits are cut (padding), in plain
             decoding as well.
         eos_token_ids: ids that end a text.
+        graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
@@ -48,6 +53,7 @@ class SpeculativeDecoder:
     tokenizer: Tokenizer | None
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    graphs: SamplerGraphs | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= self.target.vocab_size:
@@ -151,10 +157,19 @@ class SpeculativeDecoder:
             )
 
         draft_sampler = row_sampler(draft_sampling or sampling)
+        play: PlayRound = play_round
+        new_drafter = self._new_drafter(drafter, draft_sampler, cache_length)
+        if self.graphs is not None:
+            from .ort_round import check_graph_arguments, graph_rounds
+
+            check_graph_arguments(
+                sampling, draft_sampler.params, drafter=drafter, constraint=constraint, logprobs=logprobs
+            )
+            play, new_drafter = graph_rounds(self.graphs, self.draft, sampling, draft_sampler, prompt_ids, cache_length)
         return Generation(
             prompt_ids,
             target=self.target,
-            new_drafter=self._new_drafter(drafter, draft_sampler, cache_length) if num_draft_tokens else None,
+            new_drafter=new_drafter if num_draft_tokens else None,
             sampler=row_sampler(sampling),
             num_draft_tokens=num_draft_tokens,
             rule=verification,
@@ -163,6 +178,7 @@ class SpeculativeDecoder:
             cutter=cutter,
             chance=streams,
             num_top_logprobs=logprobs,
+            play=play,
         )
 
     def _new_drafter(

@@ -12,7 +12,7 @@ from .drafters import Drafter
 from .kv_cache import KVCache
 from .logprobs import TokenLogprobs
 from .model import CausalLM
-from .rounds import Round, play_round
+from .rounds import PlayRound, Round
 from .row_sampler import RowSampler
 from .stats import Stats
 from .stopping import Cutter, FinishReason
@@ -63,6 +63,7 @@ class Generation(Iterator[Step]):
         cutter: Cutter,
         chance: Chance,
         num_top_logprobs: int | None,
+        play: PlayRound,
     ) -> None:
         self._prompt = prompt
         self._target = target
@@ -75,6 +76,7 @@ class Generation(Iterator[Step]):
         self._cutter = cutter
         self._chance = chance
         self._num_top_logprobs = num_top_logprobs
+        self._play_round = play
 
         self._stats = Stats(prompt_tokens=len(prompt))
         self._token_ids: list[int] = []
@@ -170,7 +172,7 @@ class Generation(Iterator[Step]):
             yield step
 
     def _play(self, tokens: list[int], num_draft_tokens: int, cache: KVCache, drafter: Drafter | None) -> Round:
-        return play_round(
+        return self._play_round(
             tokens,
             self._cutter.remaining,
             num_draft_tokens,

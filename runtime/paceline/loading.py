@@ -12,26 +12,33 @@ from .tokenizer import Tokenizer
 __all__ = ["load"]
 
 
-def load(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> SpeculativeDecoder:
+def load(
+    path: str | Path, *, threads: int | None = None, provider: str = "cpu", sampler: str = "numpy"
+) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
     Args:
         path: folder of the bundle, as `paceline export` writes it.
         threads: threads that both models share; None leaves the number to the runtime.
         provider: what runs the models, by its name in the providers' table.
+        sampler: "numpy", or "graph" for the bundle's own graphs, which leave the logits where the models wrote them.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format.
         InstallationError: ONNX Runtime is missing, or installed twice.
-        InvalidInputError: an unknown provider, or a bad number of threads.
+        InvalidInputError: an unknown provider or sampler, or a bad number of threads.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .ort import OrtModel
+    from .ort_sampler import SamplerGraphs
 
     if not isinstance(path, str | Path):
         raise InvalidInputError(f"path must be the folder of a bundle, got {path!r:.80}.")
+    if sampler not in ("numpy", "graph"):
+        raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {sampler!r:.80}.")
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
     draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
-    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
+    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs)

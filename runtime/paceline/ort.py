@@ -67,17 +67,20 @@ class OrtKVCache(KVCache):
         self._bind("seqlens_k", self._seqlens_k)
         self._bind("total_sequence_length", self._total_sequence_length)
         self._ids = np.empty((1, 0), np.int64)
+        self._reads_in_place = False
         self._logits_indices = np.empty(0, np.int64)
         self._logits = np.empty((0, entry.vocab_size), np.float32)
 
-    def prepare(self, ids: NDArray[np.int64], num_logits: int) -> NDArray[np.float32]:
+    def prepare(self, ids: NDArray[np.int64], num_logits: int, *, in_place: bool = False) -> NDArray[np.float32]:
         """Bind one run's inputs and its logits `[num_logits, vocab_size]`, which are returned to be read afterwards.
 
-        Buffers are kept from run to run: where the shapes are those of the run before, nothing is bound again.
+        Buffers are kept from run to run: where the shapes are those of the run before, nothing is bound again. With
+        `in_place` the graph reads `ids` itself when it runs, not what it holds now.
         """
         rows = len(ids)
-        if self._ids.shape[1] != rows or len(self._logits_indices) != num_logits:
-            self._ids = np.empty((1, rows), np.int64)
+        if in_place or self._reads_in_place or self._ids.shape[1] != rows or len(self._logits_indices) != num_logits:
+            self._reads_in_place = in_place
+            self._ids = ids[np.newaxis] if in_place else np.empty((1, rows), np.int64)
             self._logits_indices = np.arange(rows - num_logits, rows, dtype=np.int64)
             if len(self._logits) < num_logits:
                 self._logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
@@ -85,7 +88,8 @@ class OrtKVCache(KVCache):
             self._bind("logits_indices", self._logits_indices)
             logits = self._logits[:num_logits]
             self.binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
-        self._ids[0] = ids
+        if not in_place:
+            self._ids[0] = ids
         self._total_sequence_length[...] = self.length + rows
         self._seqlens_k[0] = self.length + rows - 1
         return self._logits[:num_logits]
@@ -171,9 +175,21 @@ class OrtModel:
             position += step
         return self._run(ids[position:], cache, num_logits)
 
-    def _run(self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int) -> NDArray[np.float32]:
+    def forward_in_place(self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int) -> NDArray[np.float32]:
+        """As `forward`, in one piece, with ids that other graphs have written: they are not looked at.
+
+        Args:
+            ids: `[count]`, ids of the vocabulary.
+            cache: made by this model's `new_cache`, with room for them.
+            num_logits: between 1 and `count`.
+        """
+        return self._run(ids, cache, num_logits, in_place=True)
+
+    def _run(
+        self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int, *, in_place: bool = False
+    ) -> NDArray[np.float32]:
         """One run of the graph over at most a piece of the input."""
-        logits = cache.prepare(ids, num_logits)
+        logits = cache.prepare(ids, num_logits, in_place=in_place)
         start = time.perf_counter()
         try:
             self.session.run_with_iobinding(cache.binding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from .drafters import Drafter
 from .kv_cache import KVCache
@@ -12,7 +13,7 @@ from .row_sampler import RowSampler
 from .streams import Chance
 from .verify import NO_DRAFT, verify
 
-__all__ = ["Round", "play_round"]
+__all__ = ["PlayRound", "Round", "play_round", "take_forced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,27 @@ class Round:
     num_proposed: int
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class PlayRound(Protocol):
+    """One way to play a round: `play_round`, or the same arithmetic on a device."""
+
+    def __call__(
+        self,
+        tokens: list[int],
+        limit: int,
+        num_draft_tokens: int,
+        *,
+        target: CausalLM,
+        cache: KVCache,
+        drafter: Drafter | None,
+        sampler: RowSampler,
+        vocab_size: int,
+        chance: Chance,
+        rule: str,
+        num_top_logprobs: int | None,
+    ) -> Round:
+        """Play a round; see `play_round`."""
 
 
 def play_round(
@@ -66,13 +88,7 @@ def play_round(
         num_top_logprobs: None computes no logprobs.
     """
     num_before = len(tokens)
-    # A target pass brings one token of its own.
-    while len(tokens) - num_before < limit - 1:
-        forced = sampler.forced(tokens)
-        if forced is None or forced in sampler.end_token_ids:
-            break
-        tokens.append(forced)
-    num_forced = len(tokens) - num_before
+    num_forced = take_forced(tokens, limit, sampler)
 
     draft = NO_DRAFT
     if drafter and (num_draft_tokens := min(num_draft_tokens, limit - 1 - num_forced)) > 0:
@@ -94,3 +110,17 @@ def play_round(
         cache.rollback(len(tokens) - 1)
         drafter.rollback(len(tokens) - 1)
     return Round(num_forced, len(draft.tokens), verdict.num_accepted, logprobs)
+
+
+def take_forced(tokens: list[int], limit: int, sampler: RowSampler) -> int:
+    """Extend `tokens` by those that need no drawing, fewer than `limit`, and return how many.
+
+    A target pass brings one token of its own, and an end token is left to it.
+    """
+    num_before = len(tokens)
+    while len(tokens) - num_before < limit - 1:
+        forced = sampler.forced(tokens)
+        if forced is None or forced in sampler.end_token_ids:
+            break
+        tokens.append(forced)
+    return len(tokens) - num_before

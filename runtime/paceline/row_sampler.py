@@ -121,14 +121,16 @@ class RowSampler:
         Raises:
             InvalidInputError, NoTokenLeftError: as `distribution` does.
         """
-        if self._leaves_logits_alone:
+        # Behind a drafted end token nothing is emitted any more, so nothing may be refused there either.
+        if self._leaves_logits_alone or not self.end_token_ids.isdisjoint(drafted):
             return logits
         row = logits.copy()
-        if self._history and self._has_counts:
-            self._history.move(tokens, drafted)
-            self._penalise(row, self._history)
-        if len(self._bias_ids):
-            row[self._bias_ids] += self._biases.astype(row.dtype)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # `_check` reports what is left of it
+            if self._history and self._has_counts:
+                self._history.move(tokens, drafted)
+                self._penalise(row, self._history)
+            if len(self._bias_ids):
+                row[self._bias_ids] += self._biases.astype(row.dtype)
         row[self._forbidden(tokens, drafted)] = -math.inf
         if (allowed := self._allowed(tokens, drafted)) is not None:
             row[~allowed] = -math.inf
@@ -144,8 +146,7 @@ class RowSampler:
         if params.repetition_penalty != 1:
             ids, _ = history.seen.arrays()
             values = row[ids]
-            with np.errstate(over="ignore"):
-                row[ids] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+            row[ids] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         if params.presence_penalty or params.frequency_penalty:
             ids, counts = history.new.arrays()
             row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(row.dtype)

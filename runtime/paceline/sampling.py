@@ -23,8 +23,9 @@ __all__ = ["FloatArray", "SamplingParams", "distribution", "greedy_token", "samp
 # Entries that are summed in the logits' own precision; the sums of blocks are added in float64. A float32 running sum
 # over a whole vocabulary would swallow increments below its rounding and draw wrong tokens from flat distributions.
 _BLOCK = 512
-# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32.
-_MAX_SCALE = 1e38
+# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32. A smaller
+# one than the least would be 0 in float32, and minus infinity times 0 is NaN.
+_MIN_SCALE, _MAX_SCALE = 2e-38, 1e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     weights = (logits if ids is None else logits[ids]) - largest  # [vocab] or [top_k]
     with np.errstate(over="ignore"):  # a hugely negative logit at a small temperature is minus infinity
         if params.temperature != 1:
-            weights *= min(1 / params.temperature, _MAX_SCALE)
+            weights *= min(max(1 / params.temperature, _MIN_SCALE), _MAX_SCALE)
     exponents = weights.copy() if params.typical_p < 1 else weights
     np.exp(weights, out=weights)  # the largest weight is 1
 
@@ -153,7 +154,8 @@ def distribution(logits: FloatArray, params: SamplingParams, where: str = "the l
     if params.min_p > 0:
         weights, total, ids = _keep(np.flatnonzero(weights >= params.min_p), weights, ids)
     if params.typical_p < 1:
-        if len(exponents) > len(weights):  # a cut came before, so few are left
+        # A cut came before, so few are left; one that kept all may have put them in another order.
+        if params.top_p < 1 or len(exponents) > len(weights):
             with np.errstate(divide="ignore"):
                 exponents = np.log(weights)
         weights, total, ids = _keep(typical_indices(exponents, weights, total, params.typical_p), weights, ids)

@@ -35,7 +35,7 @@ class Purpose(IntEnum):
 class Chance(Protocol):
     """Where decisions are taken: from random streams, or, when a law is enumerated, every way in turn."""
 
-    def happens(self, probability: float, position: int, purpose: Purpose) -> bool:
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
         """Decide an event of this probability; 1 always happens, 0 and NaN never."""
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
@@ -75,17 +75,22 @@ class Streams:
         Args:
             position: index in the text (prompt included) of the token that is decided.
             purpose: what it decides.
-            round_start: length of the text when the round began, for drafted tokens: a position whose draft fell
-                with an earlier rejection is drafted again in a later round, with a fresh number.
+            round_start: length of the text when the round began, for drafted tokens and for the block rule's accept
+                tests: a position whose draft fell with an earlier rejection is drafted and judged again in a later
+                round, with fresh numbers.
         """
+        return self.integer(position, purpose, round_start) * 2.0**-53
+
+    def integer(self, position: int, purpose: Purpose, round_start: int = 0) -> int:
+        """The integer below 2**53 that `uniform` divides by 2**53."""
         # Word 0 of the counter is the generator's own step: left at 0, it keeps the streams disjoint.
         counter = np.array((0, position, purpose, round_start), dtype=np.uint64)
         key = np.array((self.seed, self.request), dtype=np.uint64)
-        return (int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11) * 2.0**-53
+        return int(np.random.Philox(key=key, counter=counter).random_raw()) >> 11
 
-    def happens(self, probability: float, position: int, purpose: Purpose) -> bool:
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
         """Decide an event of this probability; 1 always happens, 0 and NaN never."""
-        return self.uniform(position, purpose) < probability
+        return self.uniform(position, purpose, round_start) < probability
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
         """Draw a token id with probability proportional to `weights` `[vocab]`."""

@@ -172,8 +172,8 @@ class _Branch:
         self.probability = 1.0
         self.untried: list[list[int]] = []
 
-    def happens(self, probability: float, position: int, purpose: Purpose) -> bool:
-        return self._choose((position, purpose, 0), np.array([0.0, probability, 1.0])) == 0
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
+        return self._choose((position, purpose, round_start), np.array([0.0, probability, 1.0])) == 0
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
         edges = np.concatenate(([0.0], np.cumsum(weights, dtype=np.float64)))

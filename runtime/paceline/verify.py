@@ -188,7 +188,8 @@ def verify_block(
         else:
             over = _excess(rows[num_accepted], draft_probs[num_accepted], tokens[num_accepted], scale)
             probability = _block_acceptance(scale, float(over.sum()))
-        if chance.happens(probability, position + num_accepted - 1, Purpose.ACCEPT):
+        # The next round judges the positions behind the prefix again: their numbers must not have decided this one.
+        if chance.happens(probability, position + num_accepted - 1, Purpose.ACCEPT, round_start=position):
             break
     else:
         num_accepted = 0
@@ -236,9 +237,9 @@ def _excess(target_row: FloatArray, draft_row: DraftProbs, token: int, scale: fl
 
 
 def _block_acceptance(scale: float, over: float) -> float:
-    """h_i: probability that the prefix stands if no longer one does; 0 / 0 is 1."""
+    """h_i: probability that the prefix stands if no longer one does; 0 / 0 is 1, and NaN of a broken draft is 0."""
     rest = over + 1 - scale
-    return over / rest if rest > 0 else 1.0
+    return over / rest if rest > 0 else float(rest == 0)
 
 
 def _ratio(target_prob: float, draft_prob: float) -> float:

@@ -1,38 +1,14 @@
-"""What several runtime tests share: a reference for the sampling law, and a byte-level tokenizer."""
+"""What several runtime tests share: a byte-level tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.bundle import TokenizerEntry
-from paceline.sampling import SamplingParams
 from paceline.tokenizer import Tokenizer
-
-
-def naive_distribution_of(logits: Sequence[float], params: SamplingParams) -> NDArray[np.float64]:
-    """Temperature, top-k, top-p as they are defined, with a full stable sort and float64."""
-    values = np.asarray(logits, dtype=np.float64)
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    if params.temperature == 0:
-        one_hot = np.zeros(len(values))
-        one_hot[order[0]] = 1
-        return one_hot
-    weights = np.exp((values - values.max()) / params.temperature)
-    if params.top_k:
-        weights[order[params.top_k :]] = 0
-    probs: NDArray[np.float64] = weights / weights.sum()
-    kept, mass = 0, 0.0
-    while kept < len(order) and mass < params.top_p:
-        mass += probs[order[kept]]
-        kept += 1
-    probs[order[kept:]] = 0
-    probs /= probs.sum()
-    return probs
 
 
 def byte_level_tokenizer(

@@ -13,7 +13,7 @@ from paceline.errors import ContextLengthError, InvalidInputError, ModelOutputEr
 from paceline.generation import Generation
 from paceline.kv_cache import KVCache
 from paceline.sampling import SamplingParams
-from paceline.streams import Chance
+from paceline.streams import Chance, Purpose
 from paceline.testing import ScriptedDrafter, TableCache, TableModel
 from paceline.verify import Draft
 
@@ -328,12 +328,20 @@ def test_a_faulty_drafter_is_told_so(draft: Any, message: str) -> None:
 
 
 def test_the_probabilities_of_a_drafter_may_come_as_one_array() -> None:
+    class Uniform(ScriptedDrafter):
+        def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
+            probs = np.full((num_draft_tokens, VOCAB), 1 / VOCAB)
+            drawn = (
+                chance.draw(row, len(tokens) + i, Purpose.DRAFT, round_start=len(tokens)) for i, row in enumerate(probs)
+            )
+            return Draft(tuple(drawn), probs)  # type: ignore[arg-type]
+
     decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), None, None, VOCAB)
-    draft = Draft((1, 2), np.full((2, VOCAB), 1 / VOCAB))  # type: ignore[arg-type]
     generation = decoder.generate(
-        PROMPT, SamplingParams(1.0, seed=3), max_new_tokens=9, num_draft_tokens=2, drafter=_Faulty(draft)
+        PROMPT, SamplingParams(1.0, seed=3), max_new_tokens=9, num_draft_tokens=2, drafter=Uniform([])
     )
     assert len(run(generation)) == 9
+    assert generation.stats.proposed > 0
 
 
 def test_a_drafter_cannot_change_the_text() -> None:

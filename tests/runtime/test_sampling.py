@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidInputError, ModelOutputError
 from paceline.sampling import FloatArray, SamplingParams, distribution, greedy_token, sample
 
-from .conftest import naive_distribution_of
+from .reference import naive_distribution_of
 
 VOCAB = 151_936
 
@@ -89,6 +89,18 @@ def test_the_order_is_temperature_then_top_k_then_top_p() -> None:
     assert np.count_nonzero(distribution(np.log(probs), SamplingParams(1.0, top_k=2, top_p=0.5))) == 1
     # Top-p looks at probabilities after the temperature: 0.16 of 0.3 reaches 0.5.
     assert np.count_nonzero(distribution(np.log(probs), SamplingParams(0.5, top_p=0.5))) == 1
+
+
+@pytest.mark.parametrize("typical_p", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "first", [{"top_p": 0.99999}, {"min_p": 1e-4}, {"top_k": 6}, {"top_p": 0.99999, "min_p": 1e-4}]
+)
+def test_a_cut_that_keeps_all_leaves_the_next_one_as_it_was(first: dict[str, Any], typical_p: float) -> None:
+    for seed in range(20):
+        logits = np.random.default_rng(seed).standard_normal(6)
+        alone = distribution(logits, SamplingParams(1.0, typical_p=typical_p))
+        both = distribution(logits, SamplingParams(1.0, typical_p=typical_p, **first))
+        assert both.tolist() == pytest.approx(alone.tolist())
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])

@@ -30,7 +30,7 @@ class Scripted:
     def __init__(self, accept: Sequence[bool] = ()) -> None:
         self.accept = list(accept)
 
-    def happens(self, probability: float, position: int, purpose: Purpose) -> bool:
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
         return self.accept.pop(0)
 
     def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:

@@ -36,7 +36,7 @@ def test_an_example_of_the_readme_runs(index: int, smol_bundle: Path) -> None:
 
 
 def test_the_readme_has_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     assert EXAMPLES[0].count("\n") <= 10
 
 

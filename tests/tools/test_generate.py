@@ -56,17 +56,49 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "bundle": str(table_bundle),
         "chat": False,
         "num_draft_tokens": 2,
+        "verification": "block",
+        "draft_temperature": None,
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "no_repeat_ngram_size": 0,
+        "logit_bias": [],
+        "banned_token_ids": [],
+        "forced_token_ids": [],
+        "min_new_tokens": 0,
         "seed": None,
         "max_new_tokens": 20,
         "stop": [],
         "stop_token_ids": [7],
         "json_schema": None,
         "regex": None,
+        "logprobs": None,
         "threads": 2,
     }
+
+
+def test_logprobs_and_a_draft_of_its_own_temperature(invoke: Invoke, table_bundle: Path) -> None:
+    args = ("--prompt", "hi", "--max-new-tokens", 20, "--temperature", 1, "--seed", 5, "--draft-tokens", 3)
+    found = document(invoke, table_bundle, *args, "--draft-temperature", 0.3, "--logprobs", 2)
+    assert found["settings"]["draft_temperature"] == 0.3
+    assert [one["token_id"] for one in found["logprobs"]] == found["token_ids"]
+    for one in found["logprobs"]:
+        (_, best), (_, second) = one["top"]
+        assert 0 > best >= second
+        assert one["logprob"] <= best
+    as_the_target = document(invoke, table_bundle, *args)
+    assert found["stats"]["accepted"] != as_the_target["stats"]["accepted"]
+    refused = invoke("generate", table_bundle, *args, "--logprobs", 2)
+    assert refused.exit_code == 2
+    assert "give --json too" in refused.stderr
+    refused = invoke("generate", table_bundle, *args, "--draft-temperature", -1)
+    assert refused.exit_code == 2
+    assert "temperature must be a finite number of at least 0, got -1.0" in refused.stderr
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])

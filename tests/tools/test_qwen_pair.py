@@ -166,7 +166,11 @@ def test_block_verification_accepts_at_least_as_many_tokens(
     for seed, demo in enumerate(PROMPTS):
         list(
             decoder.generate(
-                chat(decoder, demo.text), SamplingParams(1.0, seed=seed), max_new_tokens=160, num_draft_tokens=4
+                chat(decoder, demo.text),
+                SamplingParams(1.0, seed=seed),
+                max_new_tokens=160,
+                num_draft_tokens=4,
+                verification="token",
             )
         )
     token, block = np.array(expected["token"]), np.array(expected["block"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS"]
+__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "check_text"]
 
 
 class FilledText(click.types.StringParamType):
@@ -65,3 +65,11 @@ OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)
 SOURCE = FilledText()
 # ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
 THREADS = click.IntRange(1, 1024)
+
+
+def check_text(option: str, text: str) -> None:
+    """Refuse bytes of the command line that are no characters; Python carries them as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "check": Row("Compare a bundle with the checkpoints it was made from.", "cpu,export,tools"),
         "generate": Row("Generate text with a bundle.", "cpu,tools"),
         "info": Row("Show what is in a bundle.", "tools"),
+        "verify": Row("Test that speculative sampling keeps the target's law.", "cpu,tools"),
         "demo": Row("Answer three prompts and measure speculative against plain decoding.", "cpu,tools"),
     }
 )

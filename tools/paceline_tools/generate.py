@@ -6,7 +6,7 @@ import errno
 import json
 import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from paceline.constraint import Constraint
 from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.grammar import GrammarConstraint
 
-from .arguments import FOLDER, THREADS
+from .arguments import FOLDER, THREADS, check_text
+from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
 __all__ = ["command", "stats_text"]
@@ -41,9 +42,14 @@ __all__ = ["command", "stats_text"]
     help=f"Tokens to draft per round; 0 is plain decoding.  [default: {DEFAULT_NUM_DRAFT_TOKENS}, or 0 without a draft"
     " model]",
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the most probable tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this much probability; 1 keeps all.")
+@sampling_options(temperature=0.0)
+@verification_option
+@click.option(
+    "--draft-temperature",
+    metavar="T",
+    type=float,
+    help="The draft model's own temperature, which leaves the text's law alone.  [default: as --temperature]",
+)
 @click.option("--seed", type=int, help="Makes a sampled text repeatable.  [default: a fresh one, which --stats shows]")
 @click.option("--max-new-tokens", metavar="N", type=int, default=256, show_default=True, help="Most tokens to write.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends the text. May be repeated.")
@@ -55,30 +61,38 @@ __all__ = ["command", "stats_text"]
     help="Write JSON that this schema accepts.",
 )
 @click.option("--regex", metavar="PATTERN", help="Write text that matches this regular expression as a whole.")
+@click.option(
+    "--logprobs",
+    metavar="N",
+    type=int,
+    help="With --json: the logprob of every token, and of the N most probable ones.",
+)
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     bundle: Path,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
     system: str | None,
     draft_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    verification: str,
+    draft_temperature: float | None,
     seed: int | None,
     max_new_tokens: int,
     stop: tuple[str, ...],
     stop_token_id: tuple[int, ...],
     json_schema: Path | None,
     regex: str | None,
+    logprobs: int | None,
     threads: int | None,
     show_stats: bool,
     as_json: bool,
+    **knobs: Any,
 ) -> None:
     """Generate text with the bundle in DIR.
 
@@ -93,14 +107,19 @@ def command(
         ("--regex", regex or ""),
         *(("--stop", one) for one in stop),
     ):
-        _check_text(option, value)
+        check_text(option, value)
     if chat and not text:
         raise click.UsageError("The prompt is empty; a chat needs a message to answer.")
     if json_schema is not None and regex is not None:
         raise click.UsageError("--json-schema and --regex exclude each other; give one of them.")
-    if temperature > 0 and seed is None:
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs are printed in the JSON document; give --json too.")
+    if knobs["temperature"] > 0 and seed is None:
         seed = secrets.randbits(32)  # drawn here, so that it can be told
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = SamplingParams(**knobs, seed=seed)
+    draft_sampling = None
+    if draft_temperature is not None:
+        draft_sampling = replace(sampling, temperature=draft_temperature, seed=None)
 
     decoder = paceline.load(bundle, threads=threads)
     if draft_tokens is None:
@@ -110,6 +129,9 @@ def command(
         sampling,
         max_new_tokens=max_new_tokens,
         num_draft_tokens=draft_tokens,
+        verification=verification,
+        draft_sampling=draft_sampling,
+        logprobs=logprobs,
         stop=stop,
         stop_token_ids=stop_token_id,
         constraint=_constraint(decoder, json_schema, regex),
@@ -118,12 +140,15 @@ def command(
         "bundle": str(bundle),
         "chat": chat,
         "num_draft_tokens": draft_tokens,
+        "verification": verification,
+        "draft_temperature": draft_temperature,
         **asdict(sampling),
         "max_new_tokens": max_new_tokens,
         "stop": list(stop),
         "stop_token_ids": list(stop_token_id),
         "json_schema": None if json_schema is None else str(json_schema),
         "regex": regex,
+        "logprobs": logprobs,
         "threads": threads,
     }
     interrupted = _stream(generation, silent=as_json)
@@ -173,14 +198,6 @@ def _read_stdin() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _check_text(option: str, text: str) -> None:
-    """Refuse bytes of the command line that are no characters; Python carries them as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error
-
-
 def _chat_ids(decoder: SpeculativeDecoder, text: str, system: str | None) -> list[int]:
     assert decoder.tokenizer is not None  # load() always gives one
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -223,6 +240,7 @@ def _document(generation: Generation, settings: dict[str, Any]) -> dict[str, Any
         "text": generation.text,
         "token_ids": list(generation.token_ids),
         "finish_reason": generation.finish_reason,
+        **({} if generation.logprobs is None else {"logprobs": [asdict(one) for one in generation.logprobs]}),
         "stats": generation.stats.as_dict(),
         "settings": settings,
     }

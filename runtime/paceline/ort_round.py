@@ -1,0 +1,244 @@
+"""A round whose arithmetic runs in graphs beside the models: no logits come to the host.
+
+The models' logits lie where the sampler's graphs read them, a drafted token where the draft model's next run and the
+target's run read it. The drafting steps run without a look at their results; once a round the host reads the drafted
+tokens, how many stand, and the token that follows.
+
+The text is that of `play_round` with the same seed, but for two things. Probabilities are float32 with roundings of
+their own, so a random number at the very edge between two outcomes may fall to the other side. And drafting goes on
+behind an end token, which is not seen: the block rule, which judges the draft as a whole, may decide otherwise then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .constraint import Constraint
+from .drafters import Drafter, DraftModelDrafter
+from .errors import InvalidInputError, ModelOutputError
+from .kv_cache import KVCache
+from .model import CausalLM
+from .ort import OrtKVCache, OrtModel
+from .ort_sampler import BoundGraph, GraphInputs, SamplerGraphs
+from .rounds import Round, take_forced
+from .row_sampler import RowSampler
+from .sampling import SamplingParams
+from .streams import Chance, Purpose, Streams
+
+__all__ = ["GraphDrafter", "GraphRound", "check_graph_arguments", "graph_rounds"]
+
+
+def check_graph_arguments(
+    sampling: SamplingParams,
+    draft_sampling: SamplingParams,
+    *,
+    drafter: Drafter | None,
+    constraint: Constraint | None,
+    logprobs: int | None,
+) -> None:
+    """Refuse what needs logits or drafted tokens on the host.
+
+    Raises:
+        InvalidInputError: naming the argument.
+    """
+    given = {
+        "no_repeat_ngram_size": bool(sampling.no_repeat_ngram_size or draft_sampling.no_repeat_ngram_size),
+        "constraint": constraint is not None,
+        "logprobs": logprobs is not None,
+        "drafter": drafter is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InvalidInputError(
+                f"{name} needs logits or drafted tokens on the host, where sampler='graph' does not bring them; load "
+                "the bundle with sampler='numpy', or leave it out."
+            )
+
+
+def graph_rounds(
+    graphs: SamplerGraphs,
+    draft: CausalLM | None,
+    sampling: SamplingParams,
+    draft_sampler: RowSampler,
+    prompt: Sequence[int],
+    cache_length: int,
+) -> tuple[GraphRound, Callable[[], GraphDrafter] | None]:
+    """What plays the rounds of a generation, and what makes its drafter; None without a draft model."""
+
+    def inputs(params: SamplingParams) -> GraphInputs:
+        return GraphInputs(
+            params,
+            prompt=prompt,
+            vocab_size=graphs.vocab_size,
+            width=graphs.width,
+            end_token_ids=draft_sampler.end_token_ids,
+        )
+
+    def new_drafter(model: OrtModel) -> GraphDrafter:
+        cache = model.new_cache(min(model.max_length, cache_length))
+        return GraphDrafter(model, cache, draft_sampler, graphs, inputs(draft_sampler.params))
+
+    model = cast(OrtModel, draft)
+    return GraphRound(graphs, inputs(sampling)), None if draft is None else lambda: new_drafter(model)
+
+
+class GraphDrafter(DraftModelDrafter):
+    """Drafts with a model and a sampler's graph; it is driven by `GraphRound`."""
+
+    def __init__(
+        self, model: OrtModel, cache: OrtKVCache, sampler: RowSampler, graphs: SamplerGraphs, inputs: GraphInputs
+    ) -> None:
+        """Draft with `model`, whose `cache` is empty; `sampler` says what it would say on the host."""
+        super().__init__(model, cache, sampler, graphs.vocab_size)
+        self.greedy = sampler.greedy
+        self._graph_model, self._graph_cache = model, cache
+        self._inputs = inputs
+        self._graph: BoundGraph = graphs.bound("greedy_draft" if self.greedy else "draft", inputs)
+        self._uniform = np.zeros(1, np.int64)
+        self._graph.bind_input("uniform", self._uniform)
+
+    def room(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
+        """How many tokens can be drafted behind `tokens`, up to `num_draft_tokens`."""
+        feed = tokens[self._cache.length :]
+        room = min(num_draft_tokens, self._cache.room - len(feed) + 1)  # the last one drawn is not fed
+        return max(room, 0) if self._knows(feed) else 0
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        ids: NDArray[np.int64],
+        probs: NDArray[np.float32],
+        healthy: NDArray[np.bool_],
+        streams: Streams,
+    ) -> None:
+        """Draft behind `tokens`.
+
+        Args:
+            tokens: the whole text so far.
+            ids: `[k + 1]`, -1 everywhere; the first k become the drafted tokens.
+            probs: `[k, width]`, becomes the rows they were drawn from, unless drafting is greedy.
+            healthy: `[k]`, becomes false where the draft model's logits are no distribution.
+            streams: decide.
+        """
+        position = len(tokens)
+        self._inputs.move(tokens)
+        self._graph.bind_input("drafted", ids[np.newaxis])
+        for step in range(len(healthy)):
+            if step == 0:
+                logits = self._graph_model.forward(tokens[self._cache.length :], self._graph_cache, 1)
+            else:
+                logits = self._graph_model.forward_in_place(ids[step - 1 : step], self._graph_cache, 1)
+            self._graph.bind_input("logits", logits[np.newaxis])
+            self._graph.bind_input("bias", self._inputs.bias(position + step, 1))
+            self._graph.bind_output("token", ids[step : step + 1, np.newaxis])
+            self._graph.bind_output("healthy", healthy[step : step + 1])
+            if not self.greedy:
+                self._uniform[0] = streams.integer(position + step, Purpose.DRAFT, round_start=position)
+                self._graph.bind_output("probs", probs[step : step + 1])
+            self._graph.run()
+
+
+class GraphRound:
+    """Plays the rounds of one generation; see `paceline.rounds.PlayRound`."""
+
+    def __init__(self, graphs: SamplerGraphs, inputs: GraphInputs) -> None:
+        self._graphs = graphs
+        self._inputs = inputs
+        self._verifiers: dict[str, BoundGraph] = {}
+        self._probs = np.empty((0, graphs.width), np.float32)
+
+    def __call__(
+        self,
+        tokens: list[int],
+        limit: int,
+        num_draft_tokens: int,
+        *,
+        target: CausalLM,
+        cache: KVCache,
+        drafter: Drafter | None,
+        sampler: RowSampler,
+        vocab_size: int,
+        chance: Chance,
+        rule: str,
+        num_top_logprobs: int | None,
+    ) -> Round:
+        """Play a round; see `paceline.rounds.play_round`."""
+        model, cache = cast(OrtModel, target), cast(OrtKVCache, cache)
+        streams = cast(Streams, chance)
+        drafting = cast(GraphDrafter, drafter)
+        num_forced = take_forced(tokens, limit, sampler)
+        position = len(tokens)
+        self._inputs.move(tokens)
+
+        count = drafting.room(tokens, min(num_draft_tokens, limit - 1 - num_forced)) if drafter else 0
+        feed = tokens[cache.length :]
+        ids = np.full(len(feed) + count + 1, -1, np.int64)
+        ids[: len(feed)] = feed
+        drafted = ids[len(feed) :]  # [count + 1]
+        if len(self._probs) <= count:
+            self._probs = np.empty((count + 1, self._graphs.width), np.float32)
+        probs = self._probs[: count + 1]
+        healthy = np.ones(count, np.bool_)
+        if count:
+            drafting.draft(tokens, drafted, probs, healthy, streams)
+            logits = model.forward_in_place(ids[:-1], cache, count + 1)
+        else:
+            logits = model.forward(feed, cache, 1)
+
+        greedy_draft = count == 0 or drafting.greedy
+        name = "greedy" if sampler.greedy else "deterministic" if greedy_draft else rule
+        num_accepted, next_token = self._verify(name, logits, drafted, probs, healthy, position, streams)
+        tokens += drafted[:num_accepted].tolist()
+        tokens.append(next_token)
+        if count:
+            cache.rollback(len(tokens) - 1)
+            drafting.rollback(len(tokens) - 1)
+        return Round(num_forced, count, num_accepted, None)
+
+    def _verify(
+        self,
+        name: str,
+        logits: NDArray[np.float32],
+        drafted: NDArray[np.int64],
+        probs: NDArray[np.float32],
+        healthy: NDArray[np.bool_],
+        position: int,
+        streams: Streams,
+    ) -> tuple[int, int]:
+        """The number of accepted tokens and the next one, from the graph of this name."""
+        rows = len(drafted)
+        positions = range(position, position + rows)
+        drawn = (
+            [Purpose.TARGET] * rows if name == "deterministic" else [Purpose.RECOVER] * (rows - 1) + [Purpose.TARGET]
+        )
+        # As in `verify_block`, whose numbers behind the prefix decide and come up again in the next round.
+        judged_in = position if name == "block" else 0
+        graph = self._verifiers.get(name) or self._verifiers.setdefault(name, self._graphs.bound(name, self._inputs))
+        verdict = np.empty(3, np.int64)
+        inputs: dict[str, NDArray[Any]] = {
+            "logits": logits[np.newaxis],
+            "drafted": drafted[np.newaxis],
+            "bias": self._inputs.bias(position, rows),
+            "draft_probs": probs,
+            "any_deterministic": np.array(False),
+            "deterministic": np.zeros(rows, np.bool_),
+            "accept_uniforms": np.array([streams.integer(place, Purpose.ACCEPT, judged_in) for place in positions]),
+            "draw_uniforms": np.array([streams.integer(*what) for what in zip(positions, drawn, strict=True)]),
+        }
+        for key, value in inputs.items():
+            graph.bind_input(key, value)
+        graph.bind_output("verdict", verdict)
+        graph.run()
+
+        num_accepted, next_token, bad_row = verdict.tolist()
+        for model, row in (("draft", int(np.argmin(healthy)) if not healthy.all() else -1), ("target", bad_row)):
+            if row >= 0:
+                raise ModelOutputError(
+                    f"The {model} model's logits for position {position + row} contain NaN or infinity, or penalties, "
+                    "biases and masks leave no finite one. Check the exported model with `paceline check`."
+                )
+        return num_accepted, next_token

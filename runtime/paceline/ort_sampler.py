@@ -1,0 +1,171 @@
+"""A bundle's sampler graphs, and the inputs that a generation gives to them.
+
+The graphs and their inputs are described in `paceline_export.sampler`; `ort_round` plays rounds with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle import Bundle
+from .errors import BundleError
+from .ort import open_session
+from .sampling import SamplingParams
+
+__all__ = ["BoundGraph", "GraphInputs", "SamplerGraphs", "parameter_inputs"]
+
+# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32.
+_MAX_SCALE = 1e38
+# Up to this `top_k` the graphs sort candidates out instead of searching a threshold.
+_FEW = 256
+
+
+def parameter_inputs(params: SamplingParams, vocab_size: int) -> dict[str, NDArray[Any]]:
+    """The inputs of a sampler's graph that stay the same for a whole generation, by their names; all are scalars."""
+    top_k, top_p = 0 < params.top_k < vocab_size, params.top_p < 1
+    few = top_k and params.top_k <= _FEW
+    penalise = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    inputs: dict[str, Any] = {
+        "penalise": np.bool_(penalise),
+        "repetition_penalty": np.float32(params.repetition_penalty),
+        "presence_penalty": np.float32(params.presence_penalty),
+        "frequency_penalty": np.float32(params.frequency_penalty),
+    }
+    if not params.greedy:
+        inputs |= {
+            "inverse_temperature": np.float32(min(1 / params.temperature, _MAX_SCALE)),
+            "cut": np.bool_(top_k or top_p or params.min_p > 0),
+            "top_k_few": np.bool_(few),
+            "top_k_many": np.bool_(top_k and not few),
+            "top_k": np.int64(params.top_k),
+            "top_p_few": np.bool_(top_p and few),
+            "top_p_many": np.bool_(top_p and not few),
+            "top_p": np.float32(params.top_p),
+            "min_p": np.float32(params.min_p),
+            "cut_typical_p": np.bool_(params.typical_p < 1),
+            "typical_p": np.float32(params.typical_p),
+        }
+    return {name: np.asarray(value) for name, value in inputs.items()}
+
+
+class GraphInputs:
+    """What one generation's sampling parameters and history give to a sampler's graphs.
+
+    Attributes:
+        params: the parameters, of which constraints and the n-gram rule are none that a graph can apply.
+        scalars: inputs that stay the same, by their names.
+        prompt_counts: float32 `[width]`, the vocabulary in whole blocks.
+        new_counts: float32 `[width]`, up to the last `move`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt: Sequence[int],
+        vocab_size: int,
+        width: int,
+        end_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.params = params
+        self.scalars = parameter_inputs(params, vocab_size)
+        self.prompt_counts = np.bincount(np.asarray(prompt, np.int64), minlength=width).astype(np.float32)
+        self.new_counts = np.zeros(width, np.float32)
+        self._num_prompt_tokens = self._num_counted = len(prompt)
+        self._end_token_ids = sorted(end_token_ids)
+        self._bias = np.zeros((1, width), np.float32)
+        for token_id, value in dict(params.logit_bias).items():
+            self._bias[0, token_id] = value
+        self._bias[0, list(params.banned_token_ids)] = -np.inf
+
+    def move(self, tokens: Sequence[int]) -> None:
+        """Count the tokens that the text has grown by."""
+        np.add.at(self.new_counts, list(tokens[self._num_counted :]), 1)
+        self._num_counted = len(tokens)
+
+    def bias(self, position: int, rows: int) -> NDArray[np.float32]:
+        """What is added to the logits of the rows for `position`, `position + 1`, …: `[1 or rows, width]`."""
+        first = position - self._num_prompt_tokens
+        forced = self.params.forced_token_ids
+        if first >= max(self.params.min_new_tokens, len(forced)):
+            return self._bias
+        bias = np.repeat(self._bias, rows, axis=0)
+        for row, num_new in enumerate(range(first, first + rows)):
+            if num_new < self.params.min_new_tokens:
+                bias[row, self._end_token_ids] = -np.inf
+            if num_new < len(forced):
+                bias[row, : forced[num_new]] = bias[row, forced[num_new] + 1 :] = -np.inf
+        return bias
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerGraphs:
+    """The sampler's graphs of a bundle, loaded.
+
+    Attributes:
+        sessions: by name: `token`, `block`, `deterministic` and `greedy` verify; `draft` and `greedy_draft` draft.
+        vocab_size: of the common vocabulary.
+        width: of rows of probabilities, counts and biases: the vocabulary in whole blocks.
+    """
+
+    sessions: Mapping[str, Any]
+    vocab_size: int
+    width: int
+
+    @classmethod
+    def open(cls, bundle: Bundle, *, provider: str = "cpu", threads: int | None = None) -> SamplerGraphs:
+        """Load a bundle's graphs; the arguments are those of `OrtModel.open`.
+
+        Raises:
+            BundleError: the bundle was exported without them, or one cannot be loaded.
+        """
+        entry = bundle.manifest.sampler
+        if entry is None:
+            raise BundleError(f"{bundle.root} has no sampler graphs; export it again, or load it with sampler='numpy'.")
+        sessions = {
+            name: open_session(bundle.path(path), provider=provider, threads=threads)
+            for name, path in entry.graphs.items()
+        }
+        return cls(sessions, bundle.manifest.tokenizer.vocab_size, entry.width)
+
+    def bound(self, name: str, inputs: GraphInputs) -> BoundGraph:
+        """A graph of this name with what a generation gives to it."""
+        graph = BoundGraph(self.sessions[name])
+        for key, value in inputs.scalars.items():
+            graph.bind_input(key, value)
+        graph.bind_input("prompt_counts", inputs.prompt_counts)
+        graph.bind_input("new_counts", inputs.new_counts)
+        return graph
+
+
+class BoundGraph:
+    """A graph whose inputs and outputs lie in buffers of the caller's, to be run again and again.
+
+    What is bound is read and written where it lies, when the graph runs; nothing is copied.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._names = {value.name for value in session.get_inputs()}
+        self._bound: dict[str, NDArray[Any]] = {}  # keeps the buffers alive
+
+    def bind_input(self, name: str, array: NDArray[Any]) -> None:
+        """Read an input from `array`; a graph that has no input of this name does without."""
+        if name in self._names:
+            self._bound[name] = array
+            self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def bind_output(self, name: str, array: NDArray[Any]) -> None:
+        """Write an output into `array`."""
+        self._bound[name] = array
+        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def run(self) -> None:
+        """Run the graph on what is bound."""
+        self._session.run_with_iobinding(self._binding)

@@ -1,0 +1,167 @@
+"""The decoder's own round, played from any text against models that remember their rows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline import SamplingParams, SpeculativeDecoder
+from paceline.decoder import DEFAULT_VERIFICATION
+from paceline.drafters import Drafter, DraftModelDrafter
+from paceline.errors import ContextLengthError, InvalidInputError
+from paceline.rounds import play_round
+from paceline.row_sampler import RowSampler
+from paceline.sampling import FloatArray
+from paceline.streams import Chance, Purpose
+from paceline.verify import Draft
+
+from .memo import MemoModel
+
+__all__ = ["NotingDrafter", "PlainLaw", "Rounds"]
+
+# Distributions that are kept: of the prompt and its most frequent continuations.
+_MAX_LAWS = 128
+
+
+class NotingDrafter:
+    """Drafts as another drafter does, and notes the draft."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.draft = Draft((), None)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the drafter's runs."""
+        return self._drafter.seconds
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Take in the prompt."""
+        self._drafter.prefill(tokens)
+
+    def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
+        """Propose what the drafter proposes."""
+        self.draft = self._drafter.propose(tokens, num_draft_tokens, chance)
+        return self.draft
+
+    def rollback(self, length: int) -> None:
+        """Forget what the drafter shall forget."""
+        self._drafter.rollback(length)
+
+
+class Rounds:
+    """Plays rounds of one prompt's continuations; every text runs through the models once."""
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        verification: str = DEFAULT_VERIFICATION,
+    ) -> None:
+        """Continue `prompt` by a round of at most `num_draft_tokens` drafted tokens and one more token.
+
+        Raises:
+            InvalidInputError: nothing drafts.
+            ContextLengthError: the prompt leaves too little room in a model's context.
+        """
+        if decoder.draft is None:
+            raise InvalidInputError("The bundle has no draft model, so there is nothing to verify.")
+        self.prompt = tuple(prompt)
+        self._sampling = sampling
+        self._vocab_size = decoder.vocab_size
+        self._end_token_ids = frozenset(decoder.eos_token_ids)
+        self._verification = verification
+        # Of one round: what is forced, what is drafted, and one more.
+        self._limit = len(sampling.forced_token_ids) + num_draft_tokens + 1
+        length = len(prompt) + self._limit + 1
+        for name, model in (("target", decoder.target), ("draft", decoder.draft)):
+            if length > model.max_length:
+                raise ContextLengthError(
+                    f"A prompt of {len(prompt)} tokens and a round of {self._limit} need {length} positions, but the "
+                    f"{name} model's context has {model.max_length}; shorten the prompt."
+                )
+        self._target = MemoModel(decoder.target, length)
+        self._draft = MemoModel(decoder.draft, length)
+
+    @property
+    def num_passes(self) -> tuple[int, int]:
+        """Passes of target and draft model so far."""
+        return self._target.num_passes, self._draft.num_passes
+
+    def play(self, tokens: list[int], num_draft_tokens: int, chance: Chance) -> tuple[Draft, int]:
+        """Extend `tokens`, the prompt and more, by one round; return its draft and how many of its tokens stood.
+
+        With nothing to draft it is a step of plain decoding: one token.
+        """
+        drafter = NotingDrafter(
+            DraftModelDrafter(
+                self._draft, self._draft.new_cache(self._draft.max_length), self._sampler(), self._vocab_size
+            )
+        )
+        played = play_round(
+            tokens,
+            self._limit if num_draft_tokens else 1,
+            num_draft_tokens,
+            target=self._target,
+            cache=self._target.cache_of(tokens[:-1]),
+            drafter=drafter if num_draft_tokens else None,
+            sampler=self._sampler(),
+            vocab_size=self._vocab_size,
+            chance=chance,
+            rule=self._verification,
+        )
+        return drafter.draft, played.num_accepted
+
+    def _sampler(self) -> RowSampler:
+        return RowSampler(
+            self._sampling,
+            vocab_size=self._vocab_size,
+            num_prompt_tokens=len(self.prompt),
+            end_token_ids=self._end_token_ids,
+        )
+
+
+class PlainLaw:
+    """What plain decoding draws the token behind a text from, asked of a round without a draft."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._laws: OrderedDict[tuple[int, ...], NDArray[np.float64]] = OrderedDict()
+
+    def __call__(self, text: Sequence[int]) -> NDArray[np.float64]:
+        """Probabilities `[vocab]` of the token behind `text`, which begins with the prompt."""
+        key = tuple(text)
+        if key not in self._laws:
+            self._laws[key] = self._ask(list(text))
+            if len(self._laws) > _MAX_LAWS:
+                self._laws.popitem(last=False)
+        self._laws.move_to_end(key)
+        return self._laws[key]
+
+    def _ask(self, tokens: list[int]) -> NDArray[np.float64]:
+        chance = _Recorder()
+        self._rounds.play(tokens, 0, chance)
+        if chance.weights is None:
+            raise InvalidInputError("Greedy decoding draws nothing; a law needs a temperature above 0.")
+        probs: NDArray[np.float64] = chance.weights.astype(np.float64)
+        probs /= probs.sum()
+        return probs
+
+
+class _Recorder:
+    """A `Chance` that notes what a token would be drawn from."""
+
+    def __init__(self) -> None:
+        self.weights: FloatArray | None = None
+
+    def happens(self, probability: float, position: int, purpose: Purpose, round_start: int = 0) -> bool:
+        return False
+
+    def draw(self, weights: FloatArray, position: int, purpose: Purpose, round_start: int = 0) -> int:
+        self.weights = weights
+        return int(weights.argmax())
