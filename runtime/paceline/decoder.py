@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .constraint import Constraint, ConstraintMasks
-from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
+from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from .errors import ContextLengthError, InvalidInputError
 from .generation import Generation
 from .model import CausalLM
+from .planner import ASSUMED_COSTS, Costs, Planner
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
 from .sampling import SamplingParams
@@ -23,9 +24,10 @@ from .verify import VERIFICATION_RULES
 if TYPE_CHECKING:
     from .ort_sampler import SamplerGraphs
 
-__all__ = ["DEFAULT_NUM_DRAFT_TOKENS", "DEFAULT_VERIFICATION", "SpeculativeDecoder"]
+__all__ = ["DEFAULT_VERIFICATION", "SpeculativeDecoder"]
 
-DEFAULT_NUM_DRAFT_TOKENS = 3
+# Where nothing plans: with sampler graphs.
+_UNPLANNED_DRAFT_TOKENS = 3
 DEFAULT_VERIFICATION = "block"
 
 
@@ -43,6 +45,7 @@ class SpeculativeDecoder:
             decoding as well.
         eos_token_ids: ids that end a text.
         graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
+        costs: of the models' runs, which drafts are planned by; None measures them in each generation's first rounds.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
@@ -54,6 +57,7 @@ class SpeculativeDecoder:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     graphs: SamplerGraphs | None = None
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.vocab_size <= self.target.vocab_size:
@@ -68,10 +72,10 @@ class SpeculativeDecoder:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
         *,
         max_new_tokens: int = 256,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: int | str = "auto",
         stop_token_ids: Iterable[int] = (),
         stop: Sequence[str] = (),
-        drafter: Drafter | None = None,
+        drafter: Drafter | str | None = None,
         draft_sampling: SamplingParams | None = None,
         verification: str = DEFAULT_VERIFICATION,
         constraint: Constraint | None = None,
@@ -84,10 +88,15 @@ class SpeculativeDecoder:
             prompt: text, or token ids.
             sampling: how the target's tokens are drawn; greedy by default.
             max_new_tokens: at least 1. A text that fills the target's context ends earlier, with "length".
-            num_draft_tokens: tokens to draft per round; 0 is plain decoding. None takes 3, or 0 without a drafter.
+            num_draft_tokens: tokens to draft per round; 0 is plain decoding. "auto" plans each round for the most
+                tokens per second. A text with a seed is planned by `costs`, or by assumed ones, never by the clock, so
+                that it comes again; other texts by `costs`, or by what their first rounds take. With sampler graphs,
+                which do not ask, "auto" is 3.
             stop_token_ids: further ids that end the text, like `eos_token_ids`.
             stop: strings that end the text; it is cut just before the first of them.
-            drafter: drafts instead of the draft model; it must be new, and serves this generation only.
+            drafter: "draft-model"; "prompt-lookup", which copies what followed the same words before; "hybrid", which
+                copies or drafts, whichever is expected to bring more; or a drafter of your own, which must be new, and
+                serves this generation only. None is "hybrid" where drafts are planned, else "draft-model".
             draft_sampling: how the draft model's tokens are drawn, the target's way by default. It changes the
                 acceptance rate, not the law of the text.
             verification: the rule for drafts with probabilities, "token" or "block"; both keep the target's law.
@@ -105,9 +114,11 @@ class SpeculativeDecoder:
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
             raise InvalidInputError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
         has_drafter = drafter is not None or self.draft is not None
-        if num_draft_tokens is None:
-            num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if has_drafter else 0
         self._check_num_draft_tokens(num_draft_tokens, has_drafter)
+        planned = num_draft_tokens == "auto" and has_drafter and self.graphs is None
+        self._check_drafter(drafter, planned=planned)
+        if isinstance(num_draft_tokens, str):
+            num_draft_tokens = 0 if planned or not has_drafter else _UNPLANNED_DRAFT_TOKENS
         if draft_sampling is not None:
             self._check_draft_sampling(draft_sampling, drafter)
         stop = self._stop_strings(stop)
@@ -157,8 +168,12 @@ class SpeculativeDecoder:
             )
 
         draft_sampler = row_sampler(draft_sampling or sampling)
+        planner = None
+        if planned:
+            costs = self.costs or (None if sampling.seed is None else ASSUMED_COSTS)
+            planner = Planner(costs=costs, asks=drafter in (None, "draft-model", "hybrid"))
         play: PlayRound = play_round
-        new_drafter = self._new_drafter(drafter, draft_sampler, cache_length)
+        new_drafter = self._new_drafter(drafter, draft_sampler, cache_length, planner)
         if self.graphs is not None:
             from .ort_round import check_graph_arguments, graph_rounds
 
@@ -169,7 +184,7 @@ class SpeculativeDecoder:
         return Generation(
             prompt_ids,
             target=self.target,
-            new_drafter=new_drafter if num_draft_tokens else None,
+            new_drafter=new_drafter if planner or num_draft_tokens else None,
             sampler=row_sampler(sampling),
             num_draft_tokens=num_draft_tokens,
             rule=verification,
@@ -179,20 +194,27 @@ class SpeculativeDecoder:
             chance=streams,
             num_top_logprobs=logprobs,
             play=play,
+            planner=planner,
         )
 
     def _new_drafter(
-        self, drafter: Drafter | None, sampler: RowSampler, cache_length: int
+        self, drafter: Drafter | str | None, sampler: RowSampler, cache_length: int, planner: Planner | None
     ) -> Callable[[], Drafter] | None:
         draft = self.draft
-        if drafter is not None:
+        if drafter is not None and not isinstance(drafter, str):
             checked = CheckedDrafter(drafter, self.vocab_size)
             return lambda: checked
+        if drafter == "prompt-lookup":
+            return PromptLookupDrafter
         if draft is None:
             return None
-        return lambda: DraftModelDrafter(
-            draft, draft.new_cache(min(draft.max_length, cache_length)), sampler, self.vocab_size
-        )
+
+        def new_drafter() -> Drafter:
+            cache = draft.new_cache(min(draft.max_length, cache_length))
+            model = DraftModelDrafter(draft, cache, sampler, self.vocab_size, planner=planner)
+            return HybridDrafter(model, planner) if planner and drafter in (None, "hybrid") else model
+
+        return new_drafter
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -210,10 +232,26 @@ class SpeculativeDecoder:
             )
         return ids
 
-    def _check_num_draft_tokens(self, num_draft_tokens: int, has_drafter: bool) -> None:
-        if not _is_int(num_draft_tokens) or num_draft_tokens < 0:
+    def _check_drafter(self, drafter: Drafter | str | None, *, planned: bool) -> None:
+        if not isinstance(drafter, str):
+            return
+        if drafter not in DRAFTERS:
+            raise InvalidInputError(f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {drafter!r:.80}.")
+        if drafter != "prompt-lookup" and self.draft is None:
             raise InvalidInputError(
-                f"num_draft_tokens must be an integer of at least 0 (0 is plain decoding), got {num_draft_tokens!r}."
+                f"drafter={drafter!r} needs a draft model, which this decoder lacks: use 'prompt-lookup', or export "
+                "the bundle with --draft."
+            )
+        if drafter == "hybrid" and not planned:
+            raise InvalidInputError("drafter='hybrid' plans its drafts: leave num_draft_tokens at 'auto', in numpy.")
+
+    def _check_num_draft_tokens(self, num_draft_tokens: int | str, has_drafter: bool) -> None:
+        if num_draft_tokens == "auto":
+            return
+        if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 0:
+            raise InvalidInputError(
+                "num_draft_tokens must be 'auto' or an integer of at least 0 (0 is plain decoding), got "
+                f"{num_draft_tokens!r:.80}."
             )
         if num_draft_tokens and not has_drafter:
             raise InvalidInputError(
@@ -226,10 +264,10 @@ class SpeculativeDecoder:
                 f"model's cache has {self.target.max_length}; use at most {self.target.max_length - 1}."
             )
 
-    def _check_draft_sampling(self, draft_sampling: SamplingParams, drafter: Drafter | None) -> None:
+    def _check_draft_sampling(self, draft_sampling: SamplingParams, drafter: Drafter | str | None) -> None:
         if not isinstance(draft_sampling, SamplingParams):
             raise InvalidInputError(f"draft_sampling must be SamplingParams, got {draft_sampling!r:.80}.")
-        if drafter is not None or self.draft is None:
+        if drafter not in (None, "draft-model", "hybrid") or self.draft is None:
             raise InvalidInputError("draft_sampling is for the draft model, which does not draft here; leave it out.")
         if draft_sampling.seed is not None:
             raise InvalidInputError("draft_sampling takes no seed: `sampling.seed` keys all streams of a generation.")

@@ -12,6 +12,7 @@ from .drafters import Drafter
 from .kv_cache import KVCache
 from .logprobs import TokenLogprobs
 from .model import CausalLM
+from .planner import Planner
 from .rounds import PlayRound, Round
 from .row_sampler import RowSampler
 from .stats import Stats
@@ -64,6 +65,7 @@ class Generation(Iterator[Step]):
         chance: Chance,
         num_top_logprobs: int | None,
         play: PlayRound,
+        planner: Planner | None,
     ) -> None:
         self._prompt = prompt
         self._target = target
@@ -77,6 +79,7 @@ class Generation(Iterator[Step]):
         self._chance = chance
         self._num_top_logprobs = num_top_logprobs
         self._play_round = play
+        self._planner = planner
 
         self._stats = Stats(prompt_tokens=len(prompt))
         self._token_ids: list[int] = []
@@ -161,7 +164,17 @@ class Generation(Iterator[Step]):
         while self._finish_reason is None:
             started = time.perf_counter()
             position = len(tokens)
-            played = self._play(tokens, self._num_draft_tokens, cache, drafter)
+            spent = cache.seconds, drafter.seconds if drafter else 0.0
+            num_draft_tokens = self._planner.begin() if self._planner else self._num_draft_tokens
+            played = self._play(tokens, num_draft_tokens, cache, drafter)
+            if self._planner and drafter:
+                self._planner.end(
+                    played.num_proposed,
+                    played.num_accepted,
+                    rows=played.num_forced + played.num_proposed + 1,
+                    target_s=cache.seconds - spent[0],
+                    draft_s=drafter.seconds - spent[1],
+                )
             step = self._emit(tokens[position:], played)
             self._stats = replace(
                 self._stats.after_round(played.num_proposed, played.num_accepted, len(step.token_ids)),

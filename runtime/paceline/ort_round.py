@@ -36,7 +36,7 @@ def check_graph_arguments(
     sampling: SamplingParams,
     draft_sampling: SamplingParams,
     *,
-    drafter: Drafter | None,
+    drafter: Drafter | str | None,
     constraint: Constraint | None,
     logprobs: int | None,
 ) -> None:
@@ -49,7 +49,7 @@ def check_graph_arguments(
         "no_repeat_ngram_size": bool(sampling.no_repeat_ngram_size or draft_sampling.no_repeat_ngram_size),
         "constraint": constraint is not None,
         "logprobs": logprobs is not None,
-        "drafter": drafter is not None,
+        "drafter": drafter not in (None, "draft-model"),
     }
     for name, is_given in given.items():
         if is_given:

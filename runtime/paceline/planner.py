@@ -14,15 +14,23 @@ and when its distribution is known, before it is drawn, the draft step is paid a
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from .errors import InvalidInputError
+from .theory import tokens_per_round
 
-__all__ = ["CostMeter", "Costs", "Planner"]
+__all__ = ["ASSUMED_COSTS", "MOST_DRAFT_TOKENS", "CostMeter", "Costs", "Planner"]
 
+MOST_DRAFT_TOKENS = 12
+# Tokens that a round drafts while nothing is known of the costs.
+_BLIND = 3
+# Bounds of the classes of match lengths that the acceptance of copies is learned for, and its first guesses.
+_MATCHES = (3, 5, 9, 17)
+_COPY_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9)
 # Bounds of the classes of confidence that acceptance is learned for.
 _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
@@ -70,6 +78,10 @@ class Costs:
         return known[-1] + slope * (rows - len(known))
 
 
+# Where plans must not depend on the clock: a 0.5B and a 1.5B model in int4 on two cores, in target passes of one row.
+ASSUMED_COSTS = Costs(0.3, (1.0, 1.2, 1.45, 1.7, 1.95))
+
+
 class CostMeter:
     """Learns `Costs` from the runs of a generation."""
 
@@ -106,26 +118,31 @@ class CostMeter:
 class Planner:
     """Plans the rounds of one generation.
 
-    With `costs` given, plans depend on the text alone; else the first rounds measure, and the clock has a say.
+    A drafter that asks before each step and each draw gets an answer for the token at hand; for any other, `begin`
+    says how many tokens to draft. With `costs` given, plans depend on the text alone; else the first rounds measure,
+    and the clock has a say.
     """
 
-    def __init__(self, most: int = 8, costs: Costs | None = None) -> None:
-        """Draft at most `most` tokens a round."""
+    def __init__(self, most: int = MOST_DRAFT_TOKENS, costs: Costs | None = None, *, asks: bool = True) -> None:
+        """Draft at most `most` tokens a round; `asks` says whether the drafter asks for each."""
         self._most = most
         self._given = costs
+        self._asks = asks
         self._meter = CostMeter()
-        self._classes = [_Average(_CLASS_MEMORY) for _ in range(len(_CONFIDENCES) + 1)]
-        bounds = (0.0, *_CONFIDENCES, 1.0)
-        for one, (low, high) in zip(self._classes, pairwise(bounds), strict=True):
-            one.add(_PRIOR_WEIGHT * (low + high) / 2, _PRIOR_WEIGHT)
+        self._classes = _classes([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
+        self._copies = _classes(_COPY_PRIORS)
         self._text = _Average(_TEXT_MEMORY)
         self._text.add(_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT)
         self._tokens, self._seconds = _Average(_RATE_MEMORY), _Average(_RATE_MEMORY)
-        self._pause, self._plain_rounds = _FIRST_PAUSE, 0
+        self._pause, self._paused = _FIRST_PAUSE, 0
+        self._start_round()
+
+    def _start_round(self) -> None:
         self._probing = False
         self._survival = 1.0
         self._confidences: list[float] = []
         self._steps = 0
+        self._copied: int | None = None  # length of the match that the round copies from
 
     @property
     def costs(self) -> Costs | None:
@@ -134,18 +151,24 @@ class Planner:
 
     def begin(self) -> int:
         """Start a round; returns how many tokens it may draft."""
-        self._survival, self._confidences, self._steps, self._probing = 1.0, [], 0, False
-        if self._worth(self._text.mean / _PATIENCE, steps=1):
+        self._start_round()
+        if self._asks:
             return self._most
-        self._plain_rounds += 1
-        if self._plain_rounds < self._pause:
-            return 0
-        self._plain_rounds, self._probing = 0, True
-        return 1
+        if (costs := self.costs) is None:
+            return min(_BLIND, self._most)
+        acceptance = self._text.mean
+        best = max(
+            range(self._most + 1),
+            key=lambda k: tokens_per_round(acceptance, k) / (k * costs.draft_step + costs.target(k + 1)),
+        )
+        return best if best or not self._stay_plain() else 1
 
     def worth_a_step(self) -> bool:
         """Whether to run the draft model for the next token."""
-        worth = not self._confidences or self._worth(self._survival * self._text.mean, steps=1)
+        if self._confidences:
+            worth = not self._probing and self._worth(self._survival * self._text.mean, steps=1)
+        else:
+            worth = self._worth(self._text.mean / _PATIENCE, steps=1) or not self._stay_plain()
         self._steps += worth
         return worth
 
@@ -160,31 +183,71 @@ class Planner:
         self._confidences.append(confidence)
         return True
 
-    def end(self, num_accepted: int, num_emitted: int, *, rows: int, target_s: float, draft_s: float) -> None:
-        """Take in a round's outcome, and the seconds of its runs."""
-        for index, confidence in enumerate(self._confidences[: num_accepted + 1]):
-            stood = float(index < num_accepted)
-            self._classes[bisect_right(_CONFIDENCES, confidence)].add(stood, 1)
-            self._text.add(stood, 1)
+    def worth_copying(self, match_length: int) -> int:
+        """How many tokens to copy from an occurrence that shares so many tokens with the text's end; 0 for none.
+
+        Copies cost rows alone. They are taken where a round with them beats the tokens per second at hand.
+        """
+        if (costs := self.costs) is None:
+            return 0
+        acceptance = self._copies[bisect_right(_MATCHES, match_length)].mean
+        values = [tokens_per_round(acceptance, k) / costs.target(k + 1) for k in range(self._most + 1)]
+        best = max(range(self._most + 1), key=values.__getitem__)
+        if not best or values[best] <= self._rate(costs):
+            return 0
+        self._copied = match_length
+        return best
+
+    def end(self, num_proposed: int, num_accepted: int, *, rows: int, target_s: float, draft_s: float) -> None:
+        """Take in a round's outcome, its target pass of `rows` rows, and the seconds of its runs."""
+        judged = min(num_accepted + 1, num_proposed)
+        if self._copied is not None:
+            copies = self._copies[bisect_right(_MATCHES, self._copied)]
+            for index in range(judged):
+                copies.add(float(index < num_accepted), 1)
+        else:
+            for index in range(judged):
+                self._text.add(float(index < num_accepted), 1)
+            for index, confidence in enumerate(self._confidences[:judged]):
+                self._classes[bisect_right(_CONFIDENCES, confidence)].add(float(index < num_accepted), 1)
+        steps = self._steps if self._asks else num_proposed
         if self._probing:
             pays = self._worth(self._text.mean, steps=1)
             self._pause = _FIRST_PAUSE if pays else min(2 * self._pause, _LONGEST_PAUSE)
-        self._meter.observe(rows=rows, target_s=target_s, draft_steps=self._steps, draft_s=draft_s)
-        if costs := self.costs:
-            self._tokens.add(num_emitted, 1)
-            self._seconds.add(costs.target(rows) + self._steps * costs.draft_step, 1)
+        self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+        if (costs := self.costs) and self._copied is None:
+            self._tokens.add(num_accepted + 1, 1)
+            self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
+
+    def _stay_plain(self) -> bool:
+        """Whether another round goes without a draft, where drafting seems to lose; now and then one looks again."""
+        self._paused += 1
+        if self._paused < self._pause:
+            return True
+        self._paused, self._probing = 0, True
+        return False
+
+    def _rate(self, costs: Costs) -> float:
+        """Tokens per second without copies: of plain decoding at least."""
+        rate = 1 / costs.target(1)
+        return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
     def _worth(self, survival: float, *, steps: int) -> bool:
         """Whether a token that stands with this probability is worth its row and `steps` draft steps."""
         costs = self.costs
         if costs is None:
-            return True
-        rate = 1 / costs.target(1)
-        if self._seconds.weight:
-            rate = max(rate, self._tokens.mean / self._seconds.mean)
+            return len(self._confidences) < _BLIND
         rows = len(self._confidences) + 1
         price = steps * costs.draft_step + costs.target(rows + 1) - costs.target(rows)
-        return survival > rate * price
+        return survival > self._rate(costs) * price
+
+
+def _classes(priors: Iterable[float]) -> list[_Average]:
+    classes = []
+    for prior in priors:
+        classes.append(_Average(_CLASS_MEMORY))
+        classes[-1].add(_PRIOR_WEIGHT * prior, _PRIOR_WEIGHT)
+    return classes
 
 
 class _Average:

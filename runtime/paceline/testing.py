@@ -20,6 +20,7 @@ from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
 from .errors import InvalidInputError
 from .kv_cache import KVCache
 from .model import CausalLM
+from .planner import Planner
 from .rounds import play_round
 from .row_sampler import RowSampler
 from .sampling import FloatArray, SamplingParams
@@ -221,6 +222,7 @@ def enumerate_law(
     constraint: Constraint | None = None,
     end_token_ids: frozenset[int] = frozenset(),
     draft_logit_ids: NDArray[np.int64] | None = None,
+    new_planner: Callable[[], Planner] | None = None,
 ) -> dict[tuple[int, ...], float]:
     """Exact distribution of the next `num_tokens` tokens that rounds of speculative sampling produce.
 
@@ -240,6 +242,7 @@ def enumerate_law(
         constraint: says what may follow a prefix, in the target's and the draft model's eyes.
         end_token_ids: end a text.
         draft_logit_ids: the ids that the draft model's logits stand for; see `DraftModelDrafter`.
+        new_planner: makes what the draft model asks before each step and each draw.
 
     Returns:
         Probability of each sequence of `num_tokens` ids, or fewer where it ends with one of `end_token_ids`;
@@ -260,7 +263,8 @@ def enumerate_law(
         if draft is None:
             return None
         cache = draft.new_cache(draft.max_length)
-        return DraftModelDrafter(draft, cache, row_sampler(draft_sampling or sampling), vocab, draft_logit_ids)
+        planner = new_planner() if new_planner else None
+        return DraftModelDrafter(draft, cache, row_sampler(draft_sampling or sampling), vocab, draft_logit_ids, planner)
 
     def one_round(text: tuple[int, ...], num_left: int, chance: Chance) -> tuple[int, ...]:
         tokens = [*prompt, *text]

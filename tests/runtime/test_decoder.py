@@ -232,7 +232,9 @@ def test_case_19_a_text_that_outgrows_the_draft_goes_on_plainly(
 
 def test_case_19_a_prompt_longer_than_the_drafts_context_is_decoded_plainly() -> None:
     target, draft = TableModel.random(VOCAB, seed=1), TableModel.random(VOCAB, seed=2, max_length=4)
-    generation = SpeculativeDecoder(target, draft, None, VOCAB).generate([1, 2, 3, 4, 5], max_new_tokens=10)
+    generation = SpeculativeDecoder(target, draft, None, VOCAB).generate(
+        [1, 2, 3, 4, 5], max_new_tokens=10, num_draft_tokens=3
+    )
     assert run(generation) == plain(target, [1, 2, 3, 4, 5], 10)
     assert generation.stats.proposed == 0
 
@@ -286,7 +288,7 @@ def test_case_25_bad_logits_end_the_generation_with_their_position(
     good, broken = TableModel(np.zeros((VOCAB, VOCAB))), _Broken(8, value)
     target, draft = (broken, good) if role == "target" else (good, broken)
     decoder = SpeculativeDecoder(target, draft, None, VOCAB)
-    generation = decoder.generate(PROMPT, sampling, max_new_tokens=20)
+    generation = decoder.generate(PROMPT, sampling, max_new_tokens=20, num_draft_tokens=3)
     with pytest.raises(ModelOutputError, match=f"The {role} model's logits for position 8 "):
         run(generation)
     assert list(generation) == []
@@ -352,8 +354,12 @@ def test_a_drafter_cannot_change_the_text() -> None:
 
     decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), None, None, VOCAB)
     run(decoder.generate(PROMPT, num_draft_tokens=2, drafter=Meddling([0] * 20)))
-    with pytest.raises(InvalidInputError, match="a str, lacks seconds, prefill, propose, rollback"):
-        decoder.generate(PROMPT, num_draft_tokens=2, drafter="draft")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="a float, lacks seconds, prefill, propose, rollback"):
+        decoder.generate(PROMPT, num_draft_tokens=2, drafter=1.0)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="one of 'draft-model', 'prompt-lookup', 'hybrid', got 'draft'"):
+        decoder.generate(PROMPT, num_draft_tokens=2, drafter="draft")
+    with pytest.raises(InvalidInputError, match="drafter='hybrid' needs a draft model"):
+        decoder.generate(PROMPT, drafter="hybrid")
 
 
 @pytest.mark.parametrize(
@@ -363,9 +369,11 @@ def test_a_drafter_cannot_change_the_text() -> None:
         ({"prompt": [-1]}, "prompt holds id -1"),
         ({"prompt": [1.5]}, "prompt must be integer token ids"),
         ({"prompt": "text"}, "no tokenizer"),
-        ({"num_draft_tokens": -1}, "num_draft_tokens must be an integer of at least 0.*got -1"),
-        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be an integer"),
-        ({"num_draft_tokens": True}, "num_draft_tokens must be an integer"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be 'auto' or an integer of at least 0.*got -1"),
+        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be 'auto' or an integer"),
+        ({"num_draft_tokens": True}, "num_draft_tokens must be 'auto' or an integer"),
+        ({"num_draft_tokens": "fast"}, "num_draft_tokens must be 'auto' or an integer .* got 'fast'"),
+        ({"num_draft_tokens": 2, "drafter": "hybrid"}, "drafter='hybrid' plans its drafts"),
         ({"num_draft_tokens": 12}, "needs 13 positions a round.* has 12; use at most 11"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be"),

@@ -33,7 +33,7 @@ def simulate(
         while accepted < len(drafted) and rng.random() < drafted[accepted]:
             accepted += 1
         target_s, draft_s = costs.target(len(drafted) + 1), steps * costs.draft_step
-        planner.end(accepted, accepted + 1, rows=len(drafted) + 1, target_s=target_s, draft_s=draft_s)
+        planner.end(len(drafted), accepted, rows=len(drafted) + 1, target_s=target_s, draft_s=draft_s)
         tokens += accepted + 1
         seconds += target_s + draft_s
     return tokens / seconds

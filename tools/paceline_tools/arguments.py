@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "check_text"]
+__all__ = ["CACHE_DIR", "DRAFT_TOKENS", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "DraftTokens", "check_text"]
 
 
 class FilledText(click.types.StringParamType):
@@ -59,10 +59,32 @@ class OutputFile(FilledPath):
         return path
 
 
+class DraftTokens(click.ParamType[int | str]):
+    """A number of tokens to draft per round, or auto."""
+
+    name = "number"
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Check the number."""
+        if value == "auto":
+            return "auto"
+        try:
+            number = int(value)
+        except ValueError:
+            number = -1
+        if number < self._least:
+            self.fail(f"got {value!r}; auto or a number of at least {self._least} is expected.", param, ctx)
+        return number
+
+
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
 CACHE_DIR = FilledPath(file_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)
 SOURCE = FilledText()
+DRAFT_TOKENS = DraftTokens()
 # ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
 THREADS = click.IntRange(1, 1024)
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import click
 
 import paceline
-from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
-from .arguments import FOLDER, OUTPUT_FILE, THREADS
+from .arguments import FOLDER, OUTPUT_FILE, THREADS, DraftTokens
 from .measure import Comparison, compare, machine
 from .progress import stages
 from .tables import number, percent, table
@@ -49,11 +48,11 @@ PROMPTS = (
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--draft-tokens",
-    metavar="K",
-    type=click.IntRange(min=1),
-    default=DEFAULT_NUM_DRAFT_TOKENS,
+    metavar="K|auto",
+    type=DraftTokens(least=1),
+    default="auto",
     show_default=True,
-    help="Tokens to draft per round.",
+    help="Tokens to draft per round; auto plans each round for speed.",
 )
 @click.option(
     "--max-new-tokens",
@@ -79,7 +78,12 @@ PROMPTS = (
     help="Write the figures, too.",
 )
 def command(
-    folder: Path, draft_tokens: int, max_new_tokens: int, repeats: int, threads: int | None, json_file: Path | None
+    folder: Path,
+    draft_tokens: int | str,
+    max_new_tokens: int,
+    repeats: int,
+    threads: int | None,
+    json_file: Path | None,
 ) -> None:
     """Answer three prompts with the bundle DIR, then measure.
 
@@ -143,7 +147,7 @@ def command(
 
 
 def _text(
-    results: list[tuple[Prompt, Comparison]], tokenizer: Tokenizer, k: int, max_new_tokens: int, repeats: int
+    results: list[tuple[Prompt, Comparison]], tokenizer: Tokenizer, k: int | str, max_new_tokens: int, repeats: int
 ) -> str:
     header = ("tokens/s", "plain", f"K = {k}", "speedup", "acceptance", "block efficiency", "overhead", "same text")
     rows = [

@@ -15,10 +15,10 @@ import click
 import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
 from paceline.constraint import Constraint
-from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
+from paceline.drafters import DRAFTERS
 from paceline.grammar import GrammarConstraint
 
-from .arguments import FOLDER, THREADS, check_text
+from .arguments import DRAFT_TOKENS, FOLDER, THREADS, check_text
 from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
@@ -37,10 +37,14 @@ __all__ = ["command", "stats_text"]
 @click.option("--system", metavar="TEXT", help="With --chat: the system's message.")
 @click.option(
     "--draft-tokens",
-    metavar="K",
-    type=int,
-    help=f"Tokens to draft per round; 0 is plain decoding.  [default: {DEFAULT_NUM_DRAFT_TOKENS}, or 0 without a draft"
-    " model]",
+    metavar="K|auto",
+    type=DRAFT_TOKENS,
+    default="auto",
+    show_default=True,
+    help="Tokens to draft per round; 0 is plain decoding, auto plans each round for speed.",
+)
+@click.option(
+    "--drafter", type=click.Choice(list(DRAFTERS)), help="What drafts.  [default: what is expected to be fastest]"
 )
 @sampling_options(temperature=0.0)
 @verification_option
@@ -79,7 +83,8 @@ def command(
     prompt_file: Path | None,
     chat: bool,
     system: str | None,
-    draft_tokens: int | None,
+    draft_tokens: int | str,
+    drafter: str | None,
     verification: str,
     draft_temperature: float | None,
     seed: int | None,
@@ -122,13 +127,12 @@ def command(
         draft_sampling = replace(sampling, temperature=draft_temperature, seed=None)
 
     decoder = paceline.load(bundle, threads=threads)
-    if draft_tokens is None:
-        draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if decoder.draft else 0
     generation = decoder.generate(
         _chat_ids(decoder, text, system) if chat else text,
         sampling,
         max_new_tokens=max_new_tokens,
         num_draft_tokens=draft_tokens,
+        drafter=drafter,
         verification=verification,
         draft_sampling=draft_sampling,
         logprobs=logprobs,
@@ -140,6 +144,7 @@ def command(
         "bundle": str(bundle),
         "chat": chat,
         "num_draft_tokens": draft_tokens,
+        "drafter": drafter,
         "verification": verification,
         "draft_temperature": draft_temperature,
         **asdict(sampling),

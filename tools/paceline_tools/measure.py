@@ -59,7 +59,7 @@ class Divergence:
 class Comparison:
     """Plain and speculative runs of one prompt. Every figure is a median over its runs."""
 
-    num_draft_tokens: int
+    num_draft_tokens: int | str
     plain: tuple[Run, ...]
     speculative: tuple[Run, ...]
     divergence: Divergence | None
@@ -121,7 +121,7 @@ def compare(
     decoder: SpeculativeDecoder,
     prompt: Sequence[int],
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: int | str,
     max_new_tokens: int,
     repeats: int,
     on_run: Callable[[], None] = lambda: None,
@@ -136,7 +136,7 @@ def compare(
     plain: list[Run] = []
     speculative: list[Run] = []
     for repeat in range(repeats):
-        order = [(plain, 0), (speculative, num_draft_tokens)]
+        order: list[tuple[list[Run], int | str]] = [(plain, 0), (speculative, num_draft_tokens)]
         for runs, k in order if repeat % 2 == 0 else reversed(order):
             runs.append(_run(decoder, prompt, k, max_new_tokens))
             on_run()
@@ -182,7 +182,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _run(decoder: SpeculativeDecoder, prompt: Sequence[int], num_draft_tokens: int, max_new_tokens: int) -> Run:
+def _run(decoder: SpeculativeDecoder, prompt: Sequence[int], num_draft_tokens: int | str, max_new_tokens: int) -> Run:
     with decoder.generate(prompt, num_draft_tokens=num_draft_tokens, max_new_tokens=max_new_tokens) as generation:
         for _ in generation:
             pass

@@ -13,7 +13,6 @@ import click
 
 import paceline
 from paceline import Bundle, SamplingParams
-from paceline.decoder import DEFAULT_NUM_DRAFT_TOKENS
 from paceline.errors import InvalidInputError
 
 from .arguments import FOLDER, THREADS, check_text
@@ -52,7 +51,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
     "--draft-tokens",
     metavar="K",
     type=click.IntRange(min=1),
-    default=DEFAULT_NUM_DRAFT_TOKENS,
+    default=3,
     show_default=True,
     help="Tokens to draft per round.",
 )

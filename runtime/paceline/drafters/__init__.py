@@ -11,8 +11,10 @@ from paceline.verify import Draft
 
 from .checked import CheckedDrafter
 from .draft_model import DraftModelDrafter
+from .hybrid import HybridDrafter
+from .prompt_lookup import PromptLookupDrafter
 
-__all__ = ["DRAFTERS", "CheckedDrafter", "DraftModelDrafter", "Drafter"]
+__all__ = ["DRAFTERS", "CheckedDrafter", "DraftModelDrafter", "Drafter", "HybridDrafter", "PromptLookupDrafter"]
 
 
 class Drafter(Protocol):
@@ -43,4 +45,6 @@ class Drafter(Protocol):
 
 
 # By name, for command lines and settings. Each row's class documents what its constructor needs.
-DRAFTERS: Mapping[str, Callable[..., Drafter]] = MappingProxyType({"draft-model": DraftModelDrafter})
+DRAFTERS: Mapping[str, Callable[..., Drafter]] = MappingProxyType(
+    {"draft-model": DraftModelDrafter, "prompt-lookup": PromptLookupDrafter, "hybrid": HybridDrafter}
+)

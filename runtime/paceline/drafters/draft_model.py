@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import InvalidInputError, NoTokenLeftError
 from paceline.kv_cache import KVCache
 from paceline.model import CausalLM
+from paceline.planner import Planner
 from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray
 from paceline.streams import Chance, Purpose
@@ -33,6 +34,7 @@ class DraftModelDrafter:
         sampler: RowSampler,
         vocab_size: int,
         logit_ids: NDArray[np.int64] | None = None,
+        planner: Planner | None = None,
     ) -> None:
         """Draft with `model`, whose `cache` is empty, over the ids `0 … vocab_size - 1`.
 
@@ -43,6 +45,7 @@ class DraftModelDrafter:
             vocab_size: size of the common vocabulary.
             logit_ids: `[width]`, the id that each logit stands for, each at most once; None where the i-th logit
                 stands for id i.
+            planner: asked before each step and each draw whether it is worth its cost; None drafts what is asked for.
 
         Raises:
             InvalidInputError: `logit_ids` is not one id of the common vocabulary for every logit.
@@ -64,6 +67,7 @@ class DraftModelDrafter:
         self._logit_ids = logit_ids
         self._num_input_ids = model.vocab_size if logit_ids is None else vocab_size
         self._unknown_id = False
+        self._planner = planner
 
     @property
     def seconds(self) -> float:
@@ -89,13 +93,20 @@ class DraftModelDrafter:
             token = self._sampler.forced(tokens, drafted)
             row: DraftProbs = None
             if token is None:
+                if self._planner and not self._planner.worth_a_step():
+                    break
                 logits = self._spread(self._model.forward(feed, self._cache, 1)[0, : self._width])
                 feed = []
                 try:
                     if self._sampler.greedy:
                         token = self._sampler.greedy_token(logits, tokens, drafted, "draft")
+                        if self._planner and not self._planner.worth_drawing(_softmax_at(logits, token)):
+                            break
                     else:
                         row = self._sampler.distribution(logits, tokens, drafted, "draft")  # [vocab]
+                        # Asked before the draw: a token that is drawn must be submitted.
+                        if self._planner and not self._planner.worth_drawing(float(row.max())):
+                            break
                         position = len(tokens) + len(drafted)
                         token = chance.draw(row, position, Purpose.DRAFT, round_start=len(tokens))
                 except NoTokenLeftError:  # whatever the target may still emit, this model has no logit for it
@@ -124,3 +135,8 @@ class DraftModelDrafter:
         if self._num_input_ids < self._vocab_size and not self._unknown_id:
             self._unknown_id = any(token >= self._num_input_ids for token in tokens)
         return not self._unknown_id
+
+
+def _softmax_at(logits: FloatArray, token: int) -> float:
+    """Probability of a token at temperature 1."""
+    return 1 / float(np.exp(logits - logits[token]).sum())
