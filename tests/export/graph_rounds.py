@@ -44,7 +44,7 @@ def graph(name: str, vocab_size: int, width: int, logit_ids: tuple[int, ...] | N
         "block": lambda: block_verifier(vocab_size, width, debug=True),
     }
     model: onnx.ModelProto = models[name]()
-    return open_session(model.SerializeToString(), threads=1)
+    return open_session(model.SerializeToString())
 
 
 def integer(uniform: float) -> int:

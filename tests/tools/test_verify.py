@@ -54,7 +54,7 @@ KNOBS: list[tuple[object, ...]] = [
     ("--repetition-penalty", 1.3, "--no-repeat-ngram-size", 2, "--logit-bias", "70:2", "--ban-token-id", 71),
     ("--force-token-id", 70, "--min-new-tokens", 3),
     ("--draft-tokens", 1),
-    ("--verification", "block"),
+    ("--verification", "token"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_the_decoder_as_it_is_passes(invoke: Invoke, table_bundle: Path, knobs: 
     found = document(invoke, table_bundle, *PROMPT, "--seed", 3, *knobs)
     k = found["settings"]["num_draft_tokens"]
     assert found["reasons"] == []
-    acceptance = "drafts that stand to row {}" if "block" in knobs else "acceptance in row {} against 1 - TV"
+    acceptance = "acceptance in row {} against 1 - TV" if "token" in knobs else "drafts that stand to row {}"
     assert [row["name"] for row in found["law"]] == [
         "first token, prompt 1",
         "token pairs, prompt 1",
@@ -253,7 +253,7 @@ def test_a_broken_rule_fails(invoke: Invoke, table_bundle: Path, monkeypatch: py
     BREAKS_THE_LAW[name](monkeypatch)
     for k in (1, 3):
         samples = 4000 if k == 3 and "last row" in name else 1000  # a row that one round in ten gets to
-        args = (*PROMPT, "--draft-tokens", k, "--samples", samples, "--seed", 5)
+        args = (*PROMPT, "--verification", "token", "--draft-tokens", k, "--samples", samples, "--seed", 5)
         found = document(invoke, table_bundle, *args, exit_code=1)
         print(f"\n{name}, K = {k}: {sorted(failed(found))}")
         assert failed(found)
@@ -373,7 +373,7 @@ def test_a_draft_like_the_target_passes_and_is_accepted() -> None:
     decoder = SpeculativeDecoder(TableModel.random(6, seed=1), TableModel.random(6, seed=1), None, 6)
     proof = proof_of(decoder)
     assert proof.reasons == []
-    acceptance = [finding for finding in proof.findings if finding.name.startswith("acceptance")]
+    acceptance = [finding for finding in proof.findings if finding.name.startswith("drafts that stand")]
     assert [finding.detail for finding in acceptance] == ["1.0000 for 1.0000"] * 2
 
 
