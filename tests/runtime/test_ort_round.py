@@ -72,7 +72,9 @@ def test_the_draft_may_be_sampled_in_another_way(
     decoders: tuple[SpeculativeDecoder, SpeculativeDecoder], draft_sampling: SamplingParams
 ) -> None:
     for sampling in (SamplingParams(seed=3), SamplingParams(0.9, seed=3)):
-        ours, theirs = both(decoders, PROMPT, sampling, draft_sampling=draft_sampling, max_new_tokens=40)
+        ours, theirs = both(
+            decoders, PROMPT, sampling, draft_sampling=draft_sampling, num_draft_tokens=3, max_new_tokens=40
+        )
         assert ours == theirs
 
 

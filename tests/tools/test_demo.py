@@ -59,7 +59,7 @@ def test_the_prompts_are_those_of_the_readme() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--draft-tokens", "0"], "is not in the range x>=1"),
+        (["--draft-tokens", "0"], "auto or a number of at least 1"),
         (["--repeats", "0"], "is not in the range x>=1"),
         (["--max-new-tokens", "1"], "is not in the range x>=2"),
         (["--json", "nowhere/figures.json"], "there is no folder"),

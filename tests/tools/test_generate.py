@@ -56,6 +56,7 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "bundle": str(table_bundle),
         "chat": False,
         "num_draft_tokens": 2,
+        "drafter": None,
         "verification": "block",
         "draft_temperature": None,
         "temperature": 0.0,
@@ -140,14 +141,22 @@ def test_bad_constraints_are_wrong_usage(invoke: Invoke, table_bundle: Path, tmp
         assert reason in result.stderr
 
 
-@pytest.mark.parametrize(("draft", "expected"), [(True, 3), (False, 0)])
-def test_the_default_draft_is_told(
-    invoke: Invoke, table_bundle: Path, tmp_path: Path, draft: bool, expected: int
-) -> None:
+@pytest.mark.parametrize("draft", [True, False])
+def test_drafts_are_planned_by_default(invoke: Invoke, table_bundle: Path, tmp_path: Path, draft: bool) -> None:
     bundle = write_table_bundle(tmp_path / "other", draft=draft)
-    found = document(invoke, bundle, "--prompt", "a", "--max-new-tokens", 9)
-    assert found["settings"]["num_draft_tokens"] == expected
+    found = document(invoke, bundle, "--prompt", "a", "--max-new-tokens", 30)
+    assert found["settings"]["num_draft_tokens"] == "auto"
     assert (found["stats"]["proposed"] > 0) == draft
+
+
+def test_the_drafter_can_be_chosen(invoke: Invoke, table_bundle: Path) -> None:
+    args = ("generate", table_bundle, "--prompt", "abcabcabc", "--max-new-tokens", 30)
+    texts = {invoke(*args, "--drafter", name).stdout for name in ("draft-model", "prompt-lookup", "hybrid")}
+    assert texts == {invoke(*args, "--draft-tokens", 0).stdout}
+    assert invoke(*args, "--drafter", "oracle").exit_code == 2
+    refused = invoke(*args, "--drafter", "hybrid", "--draft-tokens", 2)
+    assert refused.exit_code == 2
+    assert "drafter='hybrid' plans its drafts" in refused.stderr
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -202,9 +211,9 @@ def test_a_stop_string_cuts_the_text(invoke: Invoke, table_bundle: Path) -> None
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt", "", "--chat"], "The prompt is empty"),
         (["--prompt", "a" * CONTEXT], f"has {CONTEXT} tokens, but the target model's context holds {CONTEXT}"),
-        (["--prompt", "a", "--draft-tokens", "-1"], "num_draft_tokens must be an integer of at least 0"),
+        (["--prompt", "a", "--draft-tokens", "-1"], "auto or a number of at least 0"),
         (["--prompt", "a", "--draft-tokens", str(CONTEXT)], f"use at most {CONTEXT - 1}"),
-        (["--prompt", "a", "--draft-tokens", "x"], "not a valid integer"),
+        (["--prompt", "a", "--draft-tokens", "x"], "auto or a number of at least 0"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "a", "--temperature", "nan"], "temperature must be"),
