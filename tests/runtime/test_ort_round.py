@@ -181,6 +181,6 @@ def test_biases_of_rows_follow_the_position() -> None:
 def test_the_graphs_draft_with_a_drafter_of_their_own(
     decoders: tuple[SpeculativeDecoder, SpeculativeDecoder],
 ) -> None:
-    makers = [decoder.generate(PROMPT)._new_drafter for decoder in decoders]
+    makers = [decoder.generate(PROMPT, num_draft_tokens=3)._new_drafter for decoder in decoders]
     kinds = [type(maker()).__name__ for maker in makers if maker]
     assert kinds == [DraftModelDrafter.__name__, "GraphDrafter"]
