@@ -13,7 +13,7 @@ import pytest
 
 import paceline.verify
 from paceline import SamplingParams
-from paceline.decoder import SpeculativeDecoder
+from paceline.decoder import DEFAULT_VERIFICATION, SpeculativeDecoder
 from paceline.drafters import DraftModelDrafter
 from paceline.kv_cache import KVCache
 from paceline.rounds import play_round
@@ -352,16 +352,78 @@ def test_exact_decoders_seldom_fail(verification: str) -> None:
 def proof_of(
     decoder: SpeculativeDecoder,
     sampling: SamplingParams = SamplingParams(temperature=1.0, seed=2),  # noqa: B008 - frozen
+    *,
+    num_draft_tokens: int = 2,
+    verification: str = DEFAULT_VERIFICATION,
+    samples: int = 300,
 ) -> Proof:
     return prove(
         decoder,
         {"it": [1, 2]},
         sampling,
-        num_draft_tokens=2,
-        samples=300,
+        num_draft_tokens=num_draft_tokens,
+        verification=verification,
+        samples=samples,
         alpha=1e-3,
         tolerance=TOLERANCES["fp32"],
     )
+
+
+# With an end token, 7, whose row in a round's pass nothing adjusts any more.
+WITH_AN_END: dict[str, dict[str, Any]] = {
+    "biased": {"logit_bias": {7: 2.0}},
+    "others banned": {"logit_bias": {7: 2.0}, "banned_token_ids": (1, 2)},
+    "forced": {"forced_token_ids": (7, 2, 3)},
+    "forced later": {"forced_token_ids": (2, 7, 3)},
+    "no repeats": {"no_repeat_ngram_size": 1},
+}
+
+
+def with_an_end() -> SpeculativeDecoder:
+    target, draft = (TableModel.random(12, seed=seed, max_length=256) for seed in (1, 2))
+    return SpeculativeDecoder(target, draft, None, 12, (7,))
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", WITH_AN_END)
+def test_nothing_behind_an_end_token_is_tested(name: str, verification: str) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=1, **WITH_AN_END[name])
+    proof = proof_of(with_an_end(), sampling, num_draft_tokens=3, verification=verification, samples=1000)
+    assert proof.reasons == []
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_texts_that_end_are_counted(verification: str) -> None:
+    sampling = SamplingParams(temperature=1.0, logit_bias={7: 2.0})
+    sample = draw_sample(
+        with_an_end(), "", [1, 2], sampling, num_draft_tokens=3, verification=verification, samples=500, seed=1
+    )
+    assert sample.first[7] > 0
+    for pairs in (sample.pairs, sample.plain_pairs, sample.expected_pairs):
+        assert [pair for pair in pairs if pair[0] == 7] == [(7, None)]
+        assert all(second is not None for first, second in pairs if first != 7)
+    assert sample.pairs[7, None] == sample.first[7]
+    assert sample.expected_pairs[7, None] == sample.expected_first[7]
+
+
+def test_a_draft_that_goes_on_behind_an_end_token_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def going_on(draft: Draft) -> Draft:
+        if draft.probs is None or draft.tokens[-1] != 7:
+            return draft
+        return Draft((*draft.tokens, 1), [*draft.probs, None])
+
+    claims(going_on)(monkeypatch)
+    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={7: 2.0}, banned_token_ids=(1, 2))
+    for verification in ("token", "block"):
+        assert proof_of(with_an_end(), sampling, num_draft_tokens=2, verification=verification).reasons == []
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_broken_rule_fails_where_texts_end(monkeypatch: pytest.MonkeyPatch, verification: str) -> None:
+    residual_dropped(monkeypatch)
+    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={7: 2.0})
+    proof = proof_of(with_an_end(), sampling, num_draft_tokens=3, verification=verification, samples=1000)
+    assert any(reason.startswith("token pairs, it") for reason in proof.reasons)
 
 
 def test_a_draft_without_some_of_the_vocabulary_passes() -> None:
