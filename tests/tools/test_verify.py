@@ -116,6 +116,8 @@ def test_a_chat_is_encoded_as_one(invoke: Invoke, table_bundle: Path) -> None:
         (("--samples", 10), "--samples"),
         (("--draft-tokens", 0), "--draft-tokens"),
         (("--alpha", 0), "--alpha"),
+        (("--alpha", "nan"), "'--alpha': got 'nan'"),
+        (("--temperature", "nan"), "temperature must be"),
         (("--temperature", -1), "temperature must be"),
         (("--top-p", 0), "top_p must be"),
         (("--seed", -1), "seed must be"),
