@@ -126,6 +126,10 @@ def test_a_chat_is_encoded_as_one(invoke: Invoke, table_bundle: Path) -> None:
         (("--logit-bias", "7"), "a token id and a number are expected"),
         (("--ban-token-id", 999), "banned_token_ids holds id 999"),
         (("--prompt", "x" * 62), "62 tokens"),
+        (("--draft-tokens", 100_000), "num_draft_tokens=100000 need 1000"),
+        (("--draft-tokens", 60, "--temperature", 0), "target model's context has 64"),
+        (("--min-new-tokens", 41), "min_new_tokens asks for 41 new tokens, but the texts that are compared have 40"),
+        (("--force-token-id", 70) * 41, "forced_token_ids asks for 41 new tokens, but the texts that are compared"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -134,7 +138,21 @@ def test_what_cannot_be_honoured_is_refused(
     result = invoke("verify", table_bundle, *args)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert "greedy texts" not in result.stderr  # refused before any work
     assert result.stdout == ""
+
+
+def test_a_small_context_bounds_the_drafts() -> None:
+    models = [TableModel.random(6, seed=seed, max_length=5) for seed in (1, 2)]
+    proof = proof_of(SpeculativeDecoder(*models, None, 6), num_draft_tokens=1)
+    assert [text.num_draft_tokens for text in proof.greedy] == [1, 2, 3, 4]
+    assert proof.reasons == []
+
+
+def test_no_draft_is_longer_than_a_greedy_text() -> None:
+    models = [TableModel.random(6, seed=seed, max_length=100) for seed in (1, 2)]
+    proof = proof_of(SpeculativeDecoder(*models, None, 6), SamplingParams(), num_draft_tokens=90)
+    assert max(text.num_draft_tokens for text in proof.greedy) == 39
 
 
 def test_a_bundle_without_a_draft_is_refused(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:

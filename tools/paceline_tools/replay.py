@@ -21,7 +21,7 @@ from paceline.verify import Draft
 
 from .memo import MemoModel
 
-__all__ = ["NotingDrafter", "PlainLaw", "Played", "Rounds"]
+__all__ = ["NotingDrafter", "PlainLaw", "Played", "Rounds", "check_room"]
 
 # Distributions that are kept: of the prompt and its most frequent continuations.
 _MAX_LAWS = 128
@@ -68,6 +68,30 @@ class NotingDrafter:
         self._drafter.rollback(length)
 
 
+def check_room(
+    decoder: SpeculativeDecoder, prompt: Sequence[int], sampling: SamplingParams, num_draft_tokens: int
+) -> int:
+    """Positions that `prompt` and a round take in each model's context.
+
+    Raises:
+        InvalidInputError: nothing drafts.
+        ContextLengthError: a model's context has fewer.
+    """
+    if decoder.draft is None:
+        raise InvalidInputError("The bundle has no draft model, so there is nothing to verify.")
+    # Of one round: what is forced, what is drafted, and one more.
+    length = len(prompt) + len(sampling.forced_token_ids) + num_draft_tokens + 2
+    for name, model in (("target", decoder.target), ("draft", decoder.draft)):
+        if length > model.max_length:
+            forced = f", {len(sampling.forced_token_ids)} forced ones" if sampling.forced_token_ids else ""
+            raise ContextLengthError(
+                f"A prompt of {len(prompt)} tokens{forced} and a round with num_draft_tokens={num_draft_tokens} need "
+                f"{length} positions, but the {name} model's context has {model.max_length}; draft fewer tokens or "
+                "shorten the prompt."
+            )
+    return length
+
+
 class Rounds:
     """Plays rounds of one prompt's continuations; every text runs through the models once."""
 
@@ -85,22 +109,14 @@ class Rounds:
             InvalidInputError: nothing drafts.
             ContextLengthError: the prompt leaves too little room in a model's context.
         """
-        if decoder.draft is None:
-            raise InvalidInputError("The bundle has no draft model, so there is nothing to verify.")
+        length = check_room(decoder, prompt, sampling, num_draft_tokens)
+        assert decoder.draft is not None
         self.prompt = tuple(prompt)
         self._sampling = sampling
         self._vocab_size = decoder.vocab_size
         self.end_token_ids = frozenset(decoder.eos_token_ids)
         self._verification = verification
-        # Of one round: what is forced, what is drafted, and one more.
-        self._limit = len(sampling.forced_token_ids) + num_draft_tokens + 1
-        length = len(prompt) + self._limit + 1
-        for name, model in (("target", decoder.target), ("draft", decoder.draft)):
-            if length > model.max_length:
-                raise ContextLengthError(
-                    f"A prompt of {len(prompt)} tokens and a round of {self._limit} need {length} positions, but the "
-                    f"{name} model's context has {model.max_length}; shorten the prompt."
-                )
+        self._limit = length - 1 - len(prompt)
         self._target = MemoModel(decoder.target, length)
         self._draft = MemoModel(decoder.draft, length)
 
