@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -373,13 +373,14 @@ def proof_of(
     decoder: SpeculativeDecoder,
     sampling: SamplingParams = SamplingParams(temperature=1.0, seed=2),  # noqa: B008 - frozen
     *,
+    prompt: Sequence[int] = (1, 2),
     num_draft_tokens: int = 2,
     verification: str = DEFAULT_VERIFICATION,
     samples: int = 300,
 ) -> Proof:
     return prove(
         decoder,
-        {"it": [1, 2]},
+        {"it": prompt},
         sampling,
         num_draft_tokens=num_draft_tokens,
         verification=verification,
@@ -449,6 +450,16 @@ def test_a_broken_rule_fails_where_texts_end(monkeypatch: pytest.MonkeyPatch, ve
 def test_a_draft_without_some_of_the_vocabulary_passes() -> None:
     decoder = SpeculativeDecoder(TableModel.random(6, seed=1), TableModel.random(4, seed=2), None, 6)
     assert proof_of(decoder).reasons == []
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_a_text_with_ids_that_the_draft_does_not_know_passes(seed: int) -> None:
+    target = TableModel.random(12, seed=seed, max_length=256)
+    decoder = SpeculativeDecoder(target, TableModel.random(8, seed=2, max_length=256), None, 12)
+    for prompt in ([1, 2], [1, 11]):
+        proof = proof_of(decoder, prompt=prompt)
+        assert proof.reasons == []
+        assert proof.caches
 
 
 def test_a_draft_like_the_target_passes_and_is_accepted() -> None:
