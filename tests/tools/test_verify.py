@@ -143,15 +143,15 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 def test_a_small_context_bounds_the_drafts() -> None:
-    models = [TableModel.random(6, seed=seed, max_length=5) for seed in (1, 2)]
-    proof = proof_of(SpeculativeDecoder(*models, None, 6), num_draft_tokens=1)
+    target, draft = (TableModel.random(6, seed=seed, max_length=5) for seed in (1, 2))
+    proof = proof_of(SpeculativeDecoder(target, draft, None, 6), num_draft_tokens=1)
     assert [text.num_draft_tokens for text in proof.greedy] == [1, 2, 3, 4]
     assert proof.reasons == []
 
 
 def test_no_draft_is_longer_than_a_greedy_text() -> None:
-    models = [TableModel.random(6, seed=seed, max_length=100) for seed in (1, 2)]
-    proof = proof_of(SpeculativeDecoder(*models, None, 6), SamplingParams(), num_draft_tokens=90)
+    target, draft = (TableModel.random(6, seed=seed, max_length=100) for seed in (1, 2))
+    proof = proof_of(SpeculativeDecoder(target, draft, None, 6), SamplingParams(), num_draft_tokens=90)
     assert max(text.num_draft_tokens for text in proof.greedy) == 39
 
 
