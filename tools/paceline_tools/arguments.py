@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "check_text"]
+__all__ = ["CACHE_DIR", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "NumberRange", "check_text"]
 
 
 class FilledText(click.types.StringParamType):
@@ -57,6 +58,17 @@ class OutputFile(FilledPath):
         except OSError as error:
             self.fail(f"{value} cannot be written ({error.strerror}); choose another place.", param, ctx)
         return path
+
+
+class NumberRange(click.FloatRange):
+    """A range that holds numbers only: NaN lies below no bound and above none, so click lets it through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Check the number."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"got {value!r}; a number is expected.", param, ctx)
+        return number
 
 
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
