@@ -216,7 +216,11 @@ class Bundle:
         """
         root = Path(root)
         manifest_path = root / MANIFEST_NAME
-        if not root.is_dir():
+        try:
+            exists = root.is_dir()
+        except (OSError, ValueError) as error:  # a name that no folder can have
+            raise BundleError(f"There is no bundle at {root!s:.80}…: {error}.") from error
+        if not exists:
             raise BundleError(f"There is no bundle at {root}: the folder does not exist. `paceline export` makes one.")
         if not manifest_path.is_file():
             raise BundleError(f"{root} is not a bundle: it has no {MANIFEST_NAME}. `paceline export` makes one.")

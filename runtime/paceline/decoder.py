@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .constraint import Constraint, ConstraintMasks
 from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
-from .errors import ContextLengthError, InvalidInputError
+from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
 from .planner import ASSUMED_COSTS, Costs, Planner
@@ -60,6 +60,13 @@ class SpeculativeDecoder:
     costs: Costs | None = None
 
     def __post_init__(self) -> None:
+        for name, model in (("target", self.target), ("draft", self.draft)):
+            if model is None and name == "draft":
+                continue
+            if not all(hasattr(model, part) for part in ("vocab_size", "max_length", "new_cache", "forward")):
+                raise InvalidInputError(f"{name} must be a model as paceline.CausalLM says, got {shown(model)}.")
+        if not _is_int(self.vocab_size):
+            raise InvalidInputError(f"vocab_size must be an integer, got {shown(self.vocab_size)}.")
         if not 1 <= self.vocab_size <= self.target.vocab_size:
             raise InvalidInputError(
                 f"vocab_size must be between 1 and the target's {self.target.vocab_size} logits, got {self.vocab_size}."
@@ -110,9 +117,9 @@ class SpeculativeDecoder:
                 other.
         """
         if not isinstance(sampling, SamplingParams):
-            raise InvalidInputError(f"sampling must be SamplingParams, got {sampling!r:.80}.")
+            raise InvalidInputError(f"sampling must be SamplingParams, got {shown(sampling)}.")
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
-            raise InvalidInputError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}.")
+            raise InvalidInputError(f"max_new_tokens must be an integer of at least 1, got {shown(max_new_tokens)}.")
         has_drafter = drafter is not None or self.draft is not None
         self._check_num_draft_tokens(num_draft_tokens, has_drafter)
         planned = num_draft_tokens == "auto" and has_drafter and self.graphs is None
@@ -123,15 +130,17 @@ class SpeculativeDecoder:
             self._check_draft_sampling(draft_sampling, drafter)
         stop = self._stop_strings(stop)
         stop_ids = frozenset((*self.eos_token_ids, *self._ids(stop_token_ids, "stop_token_ids")))
-        if verification not in VERIFICATION_RULES:
+        if not isinstance(verification, str) or verification not in VERIFICATION_RULES:
             raise InvalidInputError(
-                f"verification must be one of {', '.join(map(repr, VERIFICATION_RULES))}, got {verification!r:.80}."
+                f"verification must be one of {', '.join(map(repr, VERIFICATION_RULES))}, got {shown(verification)}."
             )
         if constraint is not None and not callable(constraint):
-            raise InvalidInputError(f"constraint must be a function from new tokens to a mask, got {constraint!r:.80}.")
+            raise InvalidInputError(
+                f"constraint must be a function from new tokens to a mask, got {shown(constraint)}."
+            )
         if logprobs is not None and (not _is_int(logprobs) or not 0 <= logprobs <= self.vocab_size):
             raise InvalidInputError(
-                f"logprobs must be None or an integer from 0 to {self.vocab_size}, got {logprobs!r:.80}."
+                f"logprobs must be None or an integer from 0 to {self.vocab_size}, got {shown(logprobs)}."
             )
         for name in ("min_new_tokens", "forced_token_ids"):
             value = getattr(sampling, name)
@@ -167,7 +176,10 @@ class SpeculativeDecoder:
                 masks=masks,
             )
 
-        draft_sampler = row_sampler(draft_sampling or sampling)
+        try:
+            draft_sampler = row_sampler(draft_sampling or sampling)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"draft_sampling: {error}" if draft_sampling else str(error)) from error
         planner = None
         if planned:
             costs = self.costs or (None if sampling.seed is None else ASSUMED_COSTS)
@@ -236,10 +248,10 @@ class SpeculativeDecoder:
         if not isinstance(drafter, str):
             return
         if drafter not in DRAFTERS:
-            raise InvalidInputError(f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {drafter!r:.80}.")
+            raise InvalidInputError(f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {shown(drafter)}.")
         if drafter != "prompt-lookup" and self.draft is None:
             raise InvalidInputError(
-                f"drafter={drafter!r} needs a draft model, which this decoder lacks: use 'prompt-lookup', or export "
+                f"drafter={shown(drafter)} needs a draft model, which this decoder lacks: use 'prompt-lookup', or export "
                 "the bundle with --draft."
             )
         if drafter == "hybrid" and not planned:
@@ -251,22 +263,22 @@ class SpeculativeDecoder:
         if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 0:
             raise InvalidInputError(
                 "num_draft_tokens must be 'auto' or an integer of at least 0 (0 is plain decoding), got "
-                f"{num_draft_tokens!r:.80}."
+                f"{shown(num_draft_tokens)}."
             )
         if num_draft_tokens and not has_drafter:
             raise InvalidInputError(
-                f"num_draft_tokens={num_draft_tokens}, but there is nothing to draft with: use 0 for plain decoding, "
-                "export a draft model into the bundle, or pass a drafter."
+                f"num_draft_tokens={shown(num_draft_tokens)}, but there is nothing to draft with: use 0 for plain "
+                "decoding, export a draft model into the bundle, or pass a drafter."
             )
         if num_draft_tokens and num_draft_tokens + 1 > self.target.max_length:
             raise InvalidInputError(
-                f"num_draft_tokens={num_draft_tokens} needs {num_draft_tokens + 1} positions a round, but the target "
+                f"num_draft_tokens={shown(num_draft_tokens)} needs one position more in a round, but the target "
                 f"model's cache has {self.target.max_length}; use at most {self.target.max_length - 1}."
             )
 
     def _check_draft_sampling(self, draft_sampling: SamplingParams, drafter: Drafter | str | None) -> None:
         if not isinstance(draft_sampling, SamplingParams):
-            raise InvalidInputError(f"draft_sampling must be SamplingParams, got {draft_sampling!r:.80}.")
+            raise InvalidInputError(f"draft_sampling must be SamplingParams, got {shown(draft_sampling)}.")
         if drafter not in (None, "draft-model", "hybrid") or self.draft is None:
             raise InvalidInputError("draft_sampling is for the draft model, which does not draft here; leave it out.")
         if draft_sampling.seed is not None:
@@ -274,7 +286,7 @@ class SpeculativeDecoder:
 
     def _stop_strings(self, stop: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise InvalidInputError(f"stop must be a sequence of strings that are not empty, got {stop!r:.80}.")
+            raise InvalidInputError(f"stop must be a sequence of strings that are not empty, got {shown(stop)}.")
         if stop and self.tokenizer is None:
             raise InvalidInputError("Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.")
         for text in stop:
@@ -285,11 +297,11 @@ class SpeculativeDecoder:
         try:
             ids = tuple(operator.index(value) for value in values)
         except TypeError as error:
-            raise InvalidInputError(f"{name} must be integer token ids, got {values!r:.80}.") from error
+            raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.") from error
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidInputError(
-                    f"{name} holds id {token_id}, outside the vocabulary of {self.vocab_size} ids (0 to "
+                    f"{name} holds id {shown(token_id)}, outside the vocabulary of {self.vocab_size} ids (0 to "
                     f"{self.vocab_size - 1})."
                 )
         return ids

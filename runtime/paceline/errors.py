@@ -76,3 +76,11 @@ class ModelOutputError(PacelineError):
 
 class ParityError(PacelineError):
     """An exported graph differs from its source beyond the tolerance of its precision."""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: its beginning, whatever it is."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an integer of thousands of digits, or an object whose own code fails
+        return f"a value of type {type(value).__name__} that cannot be printed"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .bundle import Bundle
 from .decoder import SpeculativeDecoder
-from .errors import InvalidInputError
+from .errors import InvalidInputError, shown
 from .tokenizer import Tokenizer
 
 __all__ = ["load"]
@@ -33,9 +33,9 @@ def load(
     from .ort_sampler import SamplerGraphs
 
     if not isinstance(path, str | Path):
-        raise InvalidInputError(f"path must be the folder of a bundle, got {path!r:.80}.")
-    if sampler not in ("numpy", "graph"):
-        raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {sampler!r:.80}.")
+        raise InvalidInputError(f"path must be the folder of a bundle, got {shown(path)}.")
+    if not isinstance(sampler, str) or sampler not in ("numpy", "graph"):
+        raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {shown(sampler)}.")
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     target = OrtModel.open(bundle, "target", provider=provider, threads=threads)

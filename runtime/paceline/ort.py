@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry
-from .errors import BundleError, InstallationError, InvalidInputError
+from .errors import BundleError, InstallationError, InvalidInputError, shown
 from .kv_cache import KVCache
 
 __all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
@@ -228,8 +228,8 @@ def open_session(
         InstallationError: ONNX Runtime is missing, installed twice, or lacks the provider.
         BundleError: ONNX Runtime cannot load the graph.
     """
-    if provider not in PROVIDERS:
-        raise InvalidInputError(f"Unknown provider {provider!r}: expected one of {', '.join(PROVIDERS)}.")
+    if not isinstance(provider, str) or provider not in PROVIDERS:
+        raise InvalidInputError(f"Unknown provider {shown(provider)}: expected one of {', '.join(PROVIDERS)}.")
     row = PROVIDERS[provider]
     ort = import_onnxruntime()
     if row.name not in ort.get_available_providers():
@@ -290,7 +290,7 @@ def _share_pool(ort: Any, threads: int | None) -> None:
     """
     global _pool_threads
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1024):
-        raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {threads!r:.80}.")
+        raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {shown(threads)}.")
     with _pool_lock:
         if _pool_threads is None:
             try:

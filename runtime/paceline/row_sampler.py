@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .constraint import ConstraintMasks
-from .errors import InvalidInputError, NoTokenLeftError
+from .errors import InvalidInputError, NoTokenLeftError, shown
 from .history import History
 from .sampling import FloatArray, SamplingParams, distribution, greedy_token
 
@@ -52,8 +52,8 @@ class RowSampler:
             for place, token_id in enumerate(ids):
                 if token_id >= vocab_size:
                     raise InvalidInputError(
-                        f"{name} holds id {token_id} at position {place}, outside the vocabulary of {vocab_size} ids "
-                        f"(0 to {vocab_size - 1})."
+                        f"{name} holds id {shown(token_id)} at position {place}, outside the vocabulary of "
+                        f"{vocab_size} ids (0 to {vocab_size - 1})."
                     )
         self._bias_ids = np.array(list(bias), np.intp)
         self._biases = np.array(list(bias.values()))
@@ -97,6 +97,18 @@ class RowSampler:
         """The most probable token behind `tokens + drafted`; raises as `distribution` does."""
         adjusted = self.adjusted(logits, tokens, drafted, model)
         return greedy_token(adjusted, self._where(model, tokens, drafted))
+
+    def has_mask(self, tokens: Sequence[int], drafted: Sequence[int]) -> bool:
+        """Whether the constraint has an answer behind `tokens + drafted`.
+
+        A drafter looks ahead of the text, where a constraint may know no way on. That is an error only if the text
+        gets there: then the target's rows ask again.
+        """
+        try:
+            self._allowed(tokens, drafted)
+        except Exception:  # the caller's own function may raise anything
+            return False
+        return True
 
     def forced(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> int | None:
         """The only token that may follow, where parameters or constraint leave one whatever the logits are."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cuts import FloatArray, top_k_indices, top_p_indices, typical_indices
-from .errors import InvalidInputError, ModelOutputError
+from .errors import InvalidInputError, ModelOutputError, shown
 
 __all__ = ["FloatArray", "SamplingParams", "distribution", "greedy_token", "sample"]
 
@@ -86,7 +86,7 @@ class SamplingParams:
         _check_count("no_repeat_ngram_size", self.no_repeat_ngram_size, "0 allows all")
         _check_count("min_new_tokens", self.min_new_tokens, "0 asks for none")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
-            raise InvalidInputError(f"seed must be None or an integer from 0 to 2**64 - 1, got {self.seed!r}.")
+            raise InvalidInputError(f"seed must be None or an integer from 0 to 2**64 - 1, got {shown(self.seed)}.")
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         for name in ("banned_token_ids", "forced_token_ids"):
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
@@ -215,13 +215,23 @@ def _block_sums(weights: FloatArray) -> NDArray[np.float64]:
 
 
 def _check_number(name: str, value: object, expected: str, is_valid: Callable[[float], bool]) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
-        raise InvalidInputError(f"{name} must be {expected}, got {value!r:.80}.")
+    if (number := _float(value)) is None or not is_valid(number):
+        raise InvalidInputError(f"{name} must be {expected}, got {shown(value)}.")
 
 
 def _check_count(name: str, value: object, zero: str) -> None:
     if not _is_int(value) or value < 0:
-        raise InvalidInputError(f"{name} must be an integer of at least 0 ({zero}), got {value!r:.80}.")
+        raise InvalidInputError(f"{name} must be an integer of at least 0 ({zero}), got {shown(value)}.")
+
+
+def _float(value: object) -> float | None:
+    """A number as a float; None for what is none, or too large for one."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
@@ -229,22 +239,25 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     expected = "logit_bias must map token ids to finite numbers"
     try:
         pairs = list(bias.items() if isinstance(bias, Mapping) else bias)  # type: ignore[call-overload]
-        checked = {operator.index(token_id): value for token_id, value in pairs}
+        given = {operator.index(token_id): value for token_id, value in pairs}
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{expected}, got {bias!r:.80}.") from error
-    for token_id, value in checked.items():
-        if token_id < 0 or not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise InvalidInputError(f"{expected}, got {value!r:.80} for id {token_id}.")
-    return tuple(sorted((token_id, float(value)) for token_id, value in checked.items()))
+        raise InvalidInputError(f"{expected}, got {shown(bias)}.") from error
+    checked = []
+    for token_id, value in given.items():
+        number = _float(value)
+        if token_id < 0 or number is None or not math.isfinite(number):
+            raise InvalidInputError(f"{expected}, got {shown(value)} for id {shown(token_id)}.")
+        checked.append((token_id, number))
+    return tuple(sorted(checked))
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     try:
         ids = tuple(operator.index(value) for value in values)  # type: ignore[attr-defined]
     except TypeError as error:
-        raise InvalidInputError(f"{name} must be integer token ids, got {values!r:.80}.") from error
+        raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.") from error
     if ids and min(ids) < 0:
-        raise InvalidInputError(f"{name} must be token ids of at least 0, got {min(ids)}.")
+        raise InvalidInputError(f"{name} must be token ids of at least 0, got {shown(min(ids))}.")
     return ids
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .errors import InvalidInputError
+from .errors import InvalidInputError, shown
 from .sampling import FloatArray, sample
 
 __all__ = ["Chance", "Purpose", "Streams"]
@@ -62,7 +62,7 @@ class Streams:
     def __post_init__(self) -> None:
         for name, value in (("seed", self.seed), ("request", self.request)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-                raise InvalidInputError(f"{name} must be an integer from 0 to 2**64 - 1, got {value!r}.")
+                raise InvalidInputError(f"{name} must be an integer from 0 to 2**64 - 1, got {shown(value)}.")
 
     @classmethod
     def from_seed(cls, seed: int | None, request: int = 0) -> Streams:

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from .errors import InvalidInputError
+from .errors import InvalidInputError, shown
 from .row_sampler import RowSampler
 from .sampling import FloatArray
 from .streams import Chance, Purpose
@@ -41,6 +41,7 @@ __all__ = [
 
 # The target's distribution `[vocab]` at a row: row i scores the i-th drafted token, the last row the bonus token.
 TargetProbs: TypeAlias = Callable[[int], FloatArray]
+_T = TypeVar("_T")
 # A drafted token's distribution `[vocab]`; None is a distribution that is 1 at the token, which was not drawn.
 DraftProbs: TypeAlias = FloatArray | None
 
@@ -63,6 +64,10 @@ class Draft:
     probs: Sequence[DraftProbs] | None
 
     def __post_init__(self) -> None:
+        if self.probs is not None and not isinstance(self.probs, Sequence | np.ndarray):
+            raise InvalidInputError(
+                f"The probabilities of a draft must be a sequence of rows, got {shown(self.probs)}."
+            )
         if self.probs is not None and len(self.probs) != len(self.tokens):
             raise InvalidInputError(
                 f"A draft of {len(self.tokens)} tokens came with {len(self.probs)} rows of probabilities; give one row "
@@ -96,18 +101,39 @@ def verify(
             proposal as a whole, has one best rule of its own.
 
     Raises:
-        ModelOutputError: a row that is reached has NaN, plus infinity, or no finite logit.
-        InvalidInputError: the sampler cannot make a distribution of a row that is reached.
+        ModelOutputError: the first row has NaN, plus infinity, or no finite logit.
+        InvalidInputError: the sampler cannot make a distribution of the first row. A later row that has none ends the
+            verdict before it: whether the text goes on there, where that is an error, is for the next round to see.
     """
-    if sampler.greedy:
-        return verify_greedy(draft.tokens, lambda row: sampler.greedy_token(logits[row], tokens, draft.tokens[:row]))
 
-    def target_probs(row: int) -> FloatArray:
-        return sampler.distribution(logits[row], tokens, draft.tokens[:row])
+    def reach(row: int, ask: Callable[[FloatArray, Sequence[int], Sequence[int]], _T]) -> _T:
+        try:
+            return ask(logits[row], tokens, draft.tokens[:row])
+        except Exception as error:  # of a caller's constraint, too
+            if row == 0:
+                raise
+            raise _NoRowError(row) from error
 
-    if draft.probs is None:
-        return verify_deterministic(draft.tokens, target_probs, chance, len(tokens))
-    return VERIFICATION_RULES[rule](draft.tokens, draft.probs, target_probs, chance, len(tokens))
+    try:
+        if sampler.greedy:
+            return verify_greedy(draft.tokens, lambda row: reach(row, sampler.greedy_token))
+
+        def target_probs(row: int) -> FloatArray:
+            return reach(row, sampler.distribution)
+
+        if draft.probs is None:
+            return verify_deterministic(draft.tokens, target_probs, chance, len(tokens))
+        return VERIFICATION_RULES[rule](draft.tokens, draft.probs, target_probs, chance, len(tokens))
+    except _NoRowError as error:
+        return Verdict(error.row - 1, draft.tokens[error.row - 1])
+
+
+class _NoRowError(Exception):
+    """A row behind the first has no distribution. Raised by `verify` for itself."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
 
 
 def verify_greedy(tokens: Sequence[int], target_token: Callable[[int], int]) -> Verdict:
@@ -173,7 +199,11 @@ def verify_block(
     rows: list[FloatArray] = []
     reached = [1.0]
     for row, token in enumerate(tokens):
-        rows.append(target_probs(row))
+        try:
+            rows.append(target_probs(row))
+        except _NoRowError:  # what is drafted behind a prefix without a distribution counts as not drafted
+            count = row
+            break
         ratio = _ratio(rows[row][token], _draft_prob(draft_probs[row], token))
         reached.append(min(1.0, reached[row] * ratio))
         if reached[-1] == 0:  # nor can a longer prefix stand

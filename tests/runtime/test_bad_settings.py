@@ -85,7 +85,8 @@ def test_an_unknown_id_is_refused_at_the_call_with_its_place(field: str, of: str
     value: Any = {0: 1.0, VOCAB: 1.0} if field == "logit_bias" else (0, VOCAB)
     decoder = SpeculativeDecoder(TableModel.random(VOCAB, seed=1), TableModel.random(VOCAB, seed=2), None, VOCAB)
     settings: dict[str, Any] = {"sampling": SamplingParams(1.0), of: SamplingParams(1.0, **{field: value})}
-    with pytest.raises(InvalidInputError, match=f"^{field} holds id 5 at position 1, outside .* 5 ids .0 to 4"):
+    prefix = "draft_sampling: " if of == "draft_sampling" else ""
+    with pytest.raises(InvalidInputError, match=f"^{prefix}{field} holds id 5 at position 1, outside .* 5 ids .0 to 4"):
         decoder.generate(PROMPT, **settings)
 
 

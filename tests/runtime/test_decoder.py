@@ -374,7 +374,7 @@ def test_a_drafter_cannot_change_the_text() -> None:
         ({"num_draft_tokens": True}, "num_draft_tokens must be 'auto' or an integer"),
         ({"num_draft_tokens": "fast"}, "num_draft_tokens must be 'auto' or an integer .* got 'fast'"),
         ({"num_draft_tokens": 2, "drafter": "hybrid"}, "drafter='hybrid' plans its drafts"),
-        ({"num_draft_tokens": 12}, "needs 13 positions a round.* has 12; use at most 11"),
+        ({"num_draft_tokens": 12}, "=12 needs one position more.* has 12; use at most 11"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be"),
         ({"stop_token_ids": [VOCAB]}, f"stop_token_ids holds id {VOCAB}"),

@@ -12,6 +12,7 @@ from paceline.sampling import FloatArray, SamplingParams
 from paceline.streams import Chance, Purpose, Streams
 from paceline.testing import every_way
 from paceline.verify import (
+    VERIFICATION_RULES,
     Draft,
     TargetProbs,
     Verdict,
@@ -90,10 +91,15 @@ def test_greedy_accepts_up_to_the_first_difference() -> None:
 
 
 def test_an_error_names_the_position_of_the_row() -> None:
-    logits = np.array([[0.0, 1.0], [math.nan, 1.0]])
-    for sampling in (SamplingParams(), SamplingParams(1.0)):
-        with pytest.raises(ModelOutputError, match="position 21 "):
-            verify(Draft((1,), [np.array([0.0, 1.0])]), logits, sampler(sampling), [0] * 20, Scripted([True]))
+    good, bad = [0.0, 1.0], [math.nan, 1.0]
+    draft = Draft((1,), [np.array([0.0, 1.0])])
+    for params in (SamplingParams(), SamplingParams(1.0)):
+        with pytest.raises(ModelOutputError, match="position 20 "):
+            verify(draft, np.array([bad, good]), sampler(params), [0] * 20, Scripted([True]))
+        # A later row that is bad ends the round before it: the text may end there, too.
+        for rule in VERIFICATION_RULES:
+            chance = Scripted([True, True])
+            assert verify(draft, np.array([good, bad]), sampler(params), [0] * 20, chance, rule) == Verdict(0, 1)
 
 
 def emitted_law(tokens: Sequence[int], draft_probs: Sequence[FloatArray], target: TargetProbs) -> dict[int, float]:

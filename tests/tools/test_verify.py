@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 import paceline.verify
 from paceline import SamplingParams
-from paceline.decoder import SpeculativeDecoder
+from paceline.decoder import DEFAULT_VERIFICATION, SpeculativeDecoder
 from paceline.drafters import DraftModelDrafter
 from paceline.kv_cache import KVCache
 from paceline.rounds import play_round
@@ -116,6 +116,8 @@ def test_a_chat_is_encoded_as_one(invoke: Invoke, table_bundle: Path) -> None:
         (("--samples", 10), "--samples"),
         (("--draft-tokens", 0), "--draft-tokens"),
         (("--alpha", 0), "--alpha"),
+        (("--alpha", "nan"), "'--alpha': got 'nan'"),
+        (("--temperature", "nan"), "temperature must be"),
         (("--temperature", -1), "temperature must be"),
         (("--top-p", 0), "top_p must be"),
         (("--seed", -1), "seed must be"),
@@ -124,6 +126,10 @@ def test_a_chat_is_encoded_as_one(invoke: Invoke, table_bundle: Path) -> None:
         (("--logit-bias", "7"), "a token id and a number are expected"),
         (("--ban-token-id", 999), "banned_token_ids holds id 999"),
         (("--prompt", "x" * 62), "62 tokens"),
+        (("--draft-tokens", 100_000), "num_draft_tokens=100000 need 1000"),
+        (("--draft-tokens", 60, "--temperature", 0), "target model's context has 64"),
+        (("--min-new-tokens", 41), "min_new_tokens asks for 41 new tokens, but the texts that are compared have 40"),
+        (("--force-token-id", 70) * 41, "forced_token_ids asks for 41 new tokens, but the texts that are compared"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -132,7 +138,21 @@ def test_what_cannot_be_honoured_is_refused(
     result = invoke("verify", table_bundle, *args)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert "greedy texts" not in result.stderr  # refused before any work
     assert result.stdout == ""
+
+
+def test_a_small_context_bounds_the_drafts() -> None:
+    target, draft = (TableModel.random(6, seed=seed, max_length=5) for seed in (1, 2))
+    proof = proof_of(SpeculativeDecoder(target, draft, None, 6), num_draft_tokens=1)
+    assert [text.num_draft_tokens for text in proof.greedy] == [1, 2, 3, 4]
+    assert proof.reasons == []
+
+
+def test_no_draft_is_longer_than_a_greedy_text() -> None:
+    target, draft = (TableModel.random(6, seed=seed, max_length=100) for seed in (1, 2))
+    proof = proof_of(SpeculativeDecoder(target, draft, None, 6), SamplingParams(), num_draft_tokens=90)
+    assert max(text.num_draft_tokens for text in proof.greedy) == 39
 
 
 def test_a_bundle_without_a_draft_is_refused(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:
@@ -352,21 +372,94 @@ def test_exact_decoders_seldom_fail(verification: str) -> None:
 def proof_of(
     decoder: SpeculativeDecoder,
     sampling: SamplingParams = SamplingParams(temperature=1.0, seed=2),  # noqa: B008 - frozen
+    *,
+    prompt: Sequence[int] = (1, 2),
+    num_draft_tokens: int = 2,
+    verification: str = DEFAULT_VERIFICATION,
+    samples: int = 300,
 ) -> Proof:
     return prove(
         decoder,
-        {"it": [1, 2]},
+        {"it": prompt},
         sampling,
-        num_draft_tokens=2,
-        samples=300,
+        num_draft_tokens=num_draft_tokens,
+        verification=verification,
+        samples=samples,
         alpha=1e-3,
         tolerance=TOLERANCES["fp32"],
     )
 
 
+# With an end token, 7, whose row in a round's pass nothing adjusts any more.
+WITH_AN_END: dict[str, dict[str, Any]] = {
+    "biased": {"logit_bias": {7: 2.0}},
+    "others banned": {"logit_bias": {7: 2.0}, "banned_token_ids": (1, 2)},
+    "forced": {"forced_token_ids": (7, 2, 3)},
+    "forced later": {"forced_token_ids": (2, 7, 3)},
+    "no repeats": {"no_repeat_ngram_size": 1},
+}
+
+
+def with_an_end() -> SpeculativeDecoder:
+    target, draft = (TableModel.random(12, seed=seed, max_length=256) for seed in (1, 2))
+    return SpeculativeDecoder(target, draft, None, 12, (7,))
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", WITH_AN_END)
+def test_nothing_behind_an_end_token_is_tested(name: str, verification: str) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=1, **WITH_AN_END[name])
+    proof = proof_of(with_an_end(), sampling, num_draft_tokens=3, verification=verification, samples=1000)
+    assert proof.reasons == []
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_texts_that_end_are_counted(verification: str) -> None:
+    sampling = SamplingParams(temperature=1.0, logit_bias={7: 2.0})
+    sample = draw_sample(
+        with_an_end(), "", [1, 2], sampling, num_draft_tokens=3, verification=verification, samples=500, seed=1
+    )
+    assert sample.first[7] > 0
+    for pairs in (sample.pairs, sample.plain_pairs, sample.expected_pairs):
+        assert [pair for pair in pairs if pair[0] == 7] == [(7, None)]
+        assert all(second is not None for first, second in pairs if first != 7)
+    assert sample.pairs[7, None] == sample.first[7]
+    assert sample.expected_pairs[7, None] == sample.expected_first[7]
+
+
+def test_a_draft_that_goes_on_behind_an_end_token_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def going_on(draft: Draft) -> Draft:
+        if draft.probs is None or draft.tokens[-1] != 7:
+            return draft
+        return Draft((*draft.tokens, 1), [*draft.probs, None])
+
+    claims(going_on)(monkeypatch)
+    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={7: 2.0}, banned_token_ids=(1, 2))
+    for verification in ("token", "block"):
+        assert proof_of(with_an_end(), sampling, num_draft_tokens=2, verification=verification).reasons == []
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_broken_rule_fails_where_texts_end(monkeypatch: pytest.MonkeyPatch, verification: str) -> None:
+    residual_dropped(monkeypatch)
+    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={7: 2.0})
+    proof = proof_of(with_an_end(), sampling, num_draft_tokens=3, verification=verification, samples=1000)
+    assert any(reason.startswith("token pairs, it") for reason in proof.reasons)
+
+
 def test_a_draft_without_some_of_the_vocabulary_passes() -> None:
     decoder = SpeculativeDecoder(TableModel.random(6, seed=1), TableModel.random(4, seed=2), None, 6)
     assert proof_of(decoder).reasons == []
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_a_text_with_ids_that_the_draft_does_not_know_passes(seed: int) -> None:
+    target = TableModel.random(12, seed=seed, max_length=256)
+    decoder = SpeculativeDecoder(target, TableModel.random(8, seed=2, max_length=256), None, 12)
+    for prompt in ([1, 2], [1, 11]):
+        proof = proof_of(decoder, prompt=prompt)
+        assert proof.reasons == []
+        assert proof.caches
 
 
 def test_a_draft_like_the_target_passes_and_is_accepted() -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["CACHE_DIR", "DRAFT_TOKENS", "FOLDER", "OUTPUT_FILE", "SOURCE", "THREADS", "DraftTokens", "check_text"]
+__all__ = [
+    "CACHE_DIR",
+    "DRAFT_TOKENS",
+    "FOLDER",
+    "OUTPUT_FILE",
+    "SOURCE",
+    "THREADS",
+    "DraftTokens",
+    "NumberRange",
+    "check_text",
+]
 
 
 class FilledText(click.types.StringParamType):
@@ -77,6 +88,17 @@ class DraftTokens(click.ParamType[int | str]):
             number = -1
         if number < self._least:
             self.fail(f"got {value!r}; auto or a number of at least {self._least} is expected.", param, ctx)
+        return number
+
+
+class NumberRange(click.FloatRange):
+    """A range that holds numbers only: NaN lies below no bound and above none, so click lets it through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Check the number."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"got {value!r}; a number is expected.", param, ctx)
         return number
 
 

@@ -16,6 +16,7 @@ import paceline
 from paceline import Generation, SamplingParams, SpeculativeDecoder, Stats
 from paceline.constraint import Constraint
 from paceline.drafters import DRAFTERS
+from paceline.errors import InvalidInputError
 from paceline.grammar import GrammarConstraint
 
 from .arguments import DRAFT_TOKENS, FOLDER, THREADS, check_text
@@ -124,7 +125,10 @@ def command(
     sampling = SamplingParams(**knobs, seed=seed)
     draft_sampling = None
     if draft_temperature is not None:
-        draft_sampling = replace(sampling, temperature=draft_temperature, seed=None)
+        try:
+            draft_sampling = replace(sampling, temperature=draft_temperature, seed=None)
+        except InvalidInputError as error:
+            raise click.UsageError(f"--draft-temperature: {error}") from error
 
     decoder = paceline.load(bundle, threads=threads)
     generation = decoder.generate(

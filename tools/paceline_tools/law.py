@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from paceline import SamplingParams, SpeculativeDecoder
 from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.sampling import FloatArray
-from paceline.streams import Streams
+from paceline.streams import Chance, Streams
 from paceline.verify import Draft
 
-from .replay import PlainLaw, Rounds
+from .replay import PlainLaw, Played, Rounds
 from .significance import LEAST_EXPECTED, Finding, g_test, homogeneity, rates, uniformity
 
 __all__ = ["Sample", "draw_sample", "findings"]
 
-Pair = tuple[int, int]
+Pair = tuple[int, int | None]
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Sample:
         samples: continuations drawn speculatively; as many were drawn plainly.
         verification: the rule, by name.
         first: how often each token came first.
-        pairs: how often each pair of tokens came first.
+        pairs: how often each pair of tokens came first; None follows a token that ends the text.
         plain_pairs: the same of plain decoding.
         expected_first: numbers that the target's law expects; rare tokens are left out.
         expected_pairs: the same for pairs.
@@ -104,30 +104,35 @@ def draw_sample(
     for index in range(samples):
         chance = Streams(seed, 2 * (stream * samples + index))
         tokens = [*prompt]
-        draft, num_accepted = rounds.play(tokens, num_draft_tokens, chance)
-        _note_round(sample, places, noise, tokens, draft, num_accepted)
-        while len(tokens) < len(prompt) + 2:  # with one token to go the decoder drafts nothing
-            rounds.play(tokens, 0, chance)
-        first, second = tokens[len(prompt) : len(prompt) + 2]
-        sample.first[first] += 1
-        sample.pairs[first, second] += 1
+        _note_round(sample, places, noise, tokens, rounds.play(tokens, num_draft_tokens, chance))
+        pair = _pair(rounds, tokens, chance)
+        sample.first[pair[0]] += 1
+        sample.pairs[pair] += 1
         on_draw()
 
     for index in range(samples):
         chance = Streams(seed, 2 * (stream * samples + index) + 1)
-        tokens = [*prompt]
-        for _ in range(2):
-            rounds.play(tokens, 0, chance)
-        first, second = tokens[len(prompt) :]
-        sample.plain_pairs[first, second] += 1
+        sample.plain_pairs[_pair(rounds, [*prompt], chance)] += 1
         on_draw()
 
     sample.expected_first = _common(samples * law(prompt))
     for token, expected in sample.expected_first.items():
+        if token in rounds.end_token_ids:
+            sample.expected_pairs[token, None] = expected
+            continue
         seconds = _common(expected * law((*prompt, token)))
         sample.expected_pairs.update({(token, second): number for second, number in seconds.items()})
     sample.passes = rounds.num_passes
     return sample
+
+
+def _pair(rounds: Rounds, tokens: list[int], chance: Chance) -> Pair:
+    """Continue `tokens` plainly to the second token behind the prompt or the end of the text; return these tokens."""
+    start = len(rounds.prompt)
+    # With one token to go the decoder drafts nothing.
+    while len(tokens) < start + 2 and rounds.end_token_ids.isdisjoint(tokens[start:]):
+        rounds.play(tokens, 0, chance)
+    return tokens[start], tokens[start + 1] if len(tokens) > start + 1 else None
 
 
 class _Places:
@@ -193,22 +198,22 @@ def _place(probs: NDArray[Any], order: NDArray[Any], token: int) -> tuple[float,
     return before / total, float(probs[order == place].sum(dtype=np.float64)) / total
 
 
-def _note_round(
-    sample: Sample, places: _Places, noise: np.random.Generator, tokens: list[int], draft: Draft, num_accepted: int
-) -> None:
+def _note_round(sample: Sample, places: _Places, noise: np.random.Generator, tokens: list[int], played: Played) -> None:
     """Place the emitted and the drafted tokens of the round that made `tokens`, and note which of these stood."""
-    start = len(tokens) - num_accepted - 1
+    start, draft, num_accepted = played.start, played.draft, played.num_accepted
+    num_emitted = len(tokens) - start
     drafted = (*tokens[:start], *draft.tokens)
     by_block = sample.verification == "block" and draft.probs is not None
-    for row in range(num_accepted + 1):
+    for row in range(num_emitted):
         before, own = places.emitted(tuple(tokens[: start + row + 1]), _draft_row(draft, row, places))
         sample.impossible += not own > 0
         sample.reached[row] += 1
         sample.ranks[row].append(min(before + noise.random() * own, 1.0))
     if by_block:
         # The rule looks ahead: how far a round gets depends on the tokens that it emits. What it leaves to later
-        # rounds counts as if the target had drawn it, which makes the whole exact if the round is.
-        for ranks in sample.ranks[num_accepted + 1 :]:
+        # rounds or to nobody, behind the end of the text, counts as if the target had drawn it, which makes the whole
+        # exact if the round is.
+        for ranks in sample.ranks[num_emitted:]:
             ranks.append(noise.random())
 
     stands = 1.0

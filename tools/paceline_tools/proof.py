@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from paceline import SamplingParams, SpeculativeDecoder
 from paceline.decoder import DEFAULT_VERIFICATION
+from paceline.errors import InvalidInputError
 
 from .invariants import Difference, GreedyText, Tolerance, cache_rounds, greedy_texts, row_rounding
 from .law import Sample, draw_sample, findings
+from .replay import check_room
 from .significance import Finding, holm
 
 __all__ = ["Proof", "prove"]
@@ -123,12 +125,39 @@ def prove(
         alpha: the chance of a false alarm among all tests of the law.
         tolerance: of greedy texts and caches.
         on_progress: takes the name of the stage and the fraction of the whole that is done.
+
+    Raises:
+        InvalidInputError: nothing drafts, more new tokens are asked for than the greedy texts have, or `generate`
+            refuses an argument.
+        ContextLengthError: a prompt and a round need more positions than a model's context has.
     """
+    for asks, count in (
+        ("min_new_tokens", sampling.min_new_tokens),
+        ("forced_token_ids", len(sampling.forced_token_ids)),
+    ):
+        if count > _GREEDY_TOKENS:
+            raise InvalidInputError(
+                f"{asks} asks for {count} new tokens, but the texts that are compared have {_GREEDY_TOKENS}; ask for "
+                "no more than that."
+            )
+    for prompt in prompts.values():
+        check_room(decoder, prompt, sampling, num_draft_tokens)
+        # Checks the arguments that the greedy texts will have, and runs nothing.
+        decoder.generate(
+            prompt,
+            replace(sampling, temperature=0.0),
+            max_new_tokens=_GREEDY_TOKENS,
+            num_draft_tokens=num_draft_tokens,
+            verification=verification,
+        )
+
     greedy: list[GreedyText] = []
     caches: list[Difference] = []
     rounding: list[Difference] = []
     share = 1.0 if sampling.greedy else 0.15
-    draft_tokens = range(1, max(_GREEDY_DRAFT_TOKENS, num_draft_tokens) + 1)
+    # A text drafts no further than to its last token but one, and a context has to hold a round.
+    most = min(max(_GREEDY_DRAFT_TOKENS, num_draft_tokens), _GREEDY_TOKENS - 1, decoder.target.max_length - 1)
+    draft_tokens = range(1, most + 1)
     for index, (name, prompt) in enumerate(prompts.items()):
         on_progress(f"greedy texts and KV caches, {name}", share * index / len(prompts))
         plain, texts = greedy_texts(

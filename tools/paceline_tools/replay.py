@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,25 @@ from paceline.verify import Draft
 
 from .memo import MemoModel
 
-__all__ = ["NotingDrafter", "PlainLaw", "Rounds"]
+__all__ = ["NotingDrafter", "PlainLaw", "Played", "Rounds", "check_room"]
 
 # Distributions that are kept: of the prompt and its most frequent continuations.
 _MAX_LAWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a round did, up to its first end token: generation discards what lies behind.
+
+    Attributes:
+        start: length of the text that was drafted behind.
+        draft: what was drafted.
+        num_accepted: how many of its tokens stood.
+    """
+
+    start: int
+    draft: Draft
+    num_accepted: int
 
 
 class NotingDrafter:
@@ -52,6 +68,30 @@ class NotingDrafter:
         self._drafter.rollback(length)
 
 
+def check_room(
+    decoder: SpeculativeDecoder, prompt: Sequence[int], sampling: SamplingParams, num_draft_tokens: int
+) -> int:
+    """Positions that `prompt` and a round take in each model's context.
+
+    Raises:
+        InvalidInputError: nothing drafts.
+        ContextLengthError: a model's context has fewer.
+    """
+    if decoder.draft is None:
+        raise InvalidInputError("The bundle has no draft model, so there is nothing to verify.")
+    # Of one round: what is forced, what is drafted, and one more.
+    length = len(prompt) + len(sampling.forced_token_ids) + num_draft_tokens + 2
+    for name, model in (("target", decoder.target), ("draft", decoder.draft)):
+        if length > model.max_length:
+            forced = f", {len(sampling.forced_token_ids)} forced ones" if sampling.forced_token_ids else ""
+            raise ContextLengthError(
+                f"A prompt of {len(prompt)} tokens{forced} and a round with num_draft_tokens={num_draft_tokens} need "
+                f"{length} positions, but the {name} model's context has {model.max_length}; draft fewer tokens or "
+                "shorten the prompt."
+            )
+    return length
+
+
 class Rounds:
     """Plays rounds of one prompt's continuations; every text runs through the models once."""
 
@@ -69,22 +109,14 @@ class Rounds:
             InvalidInputError: nothing drafts.
             ContextLengthError: the prompt leaves too little room in a model's context.
         """
-        if decoder.draft is None:
-            raise InvalidInputError("The bundle has no draft model, so there is nothing to verify.")
+        length = check_room(decoder, prompt, sampling, num_draft_tokens)
+        assert decoder.draft is not None
         self.prompt = tuple(prompt)
         self._sampling = sampling
         self._vocab_size = decoder.vocab_size
-        self._end_token_ids = frozenset(decoder.eos_token_ids)
+        self.end_token_ids = frozenset(decoder.eos_token_ids)
         self._verification = verification
-        # Of one round: what is forced, what is drafted, and one more.
-        self._limit = len(sampling.forced_token_ids) + num_draft_tokens + 1
-        length = len(prompt) + self._limit + 1
-        for name, model in (("target", decoder.target), ("draft", decoder.draft)):
-            if length > model.max_length:
-                raise ContextLengthError(
-                    f"A prompt of {len(prompt)} tokens and a round of {self._limit} need {length} positions, but the "
-                    f"{name} model's context has {model.max_length}; shorten the prompt."
-                )
+        self._limit = length - 1 - len(prompt)
         self._target = MemoModel(decoder.target, length)
         self._draft = MemoModel(decoder.draft, length)
 
@@ -93,11 +125,12 @@ class Rounds:
         """Passes of target and draft model so far."""
         return self._target.num_passes, self._draft.num_passes
 
-    def play(self, tokens: list[int], num_draft_tokens: int, chance: Chance) -> tuple[Draft, int]:
-        """Extend `tokens`, the prompt and more, by one round; return its draft and how many of its tokens stood.
+    def play(self, tokens: list[int], num_draft_tokens: int, chance: Chance) -> Played:
+        """Extend `tokens`, the prompt and more, by one round, but by nothing behind an end token.
 
         With nothing to draft it is a step of plain decoding: one token.
         """
+        num_before = len(tokens)
         drafter = NotingDrafter(
             DraftModelDrafter(
                 self._draft, self._draft.new_cache(self._draft.max_length), self._sampler(), self._vocab_size
@@ -115,14 +148,23 @@ class Rounds:
             chance=chance,
             rule=self._verification,
         )
-        return drafter.draft, played.num_accepted
+        start = num_before + played.num_forced
+        del tokens[num_before + self._num_kept(tokens[num_before:]) :]
+        draft = drafter.draft
+        kept = self._num_kept(draft.tokens)
+        draft = Draft(draft.tokens[:kept], draft.probs and draft.probs[:kept])
+        return Played(start, draft, min(played.num_accepted, kept))
+
+    def _num_kept(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` generation keeps: up to the first end token."""
+        return next((index for index, token in enumerate(tokens, 1) if token in self.end_token_ids), len(tokens))
 
     def _sampler(self) -> RowSampler:
         return RowSampler(
             self._sampling,
             vocab_size=self._vocab_size,
             num_prompt_tokens=len(self.prompt),
-            end_token_ids=self._end_token_ids,
+            end_token_ids=self.end_token_ids,
         )
 
 

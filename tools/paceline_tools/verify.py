@@ -15,7 +15,7 @@ import paceline
 from paceline import Bundle, SamplingParams
 from paceline.errors import InvalidInputError
 
-from .arguments import FOLDER, THREADS, check_text
+from .arguments import FOLDER, THREADS, NumberRange, check_text
 from .progress import stages
 from .sampling_options import sampling_options, verification_option
 from .tables import number, table
@@ -59,7 +59,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
 @verification_option
 @click.option(
     "--alpha",
-    type=click.FloatRange(0, 0.5, min_open=True),
+    type=NumberRange(0, 0.5, min_open=True),
     default=0.001,
     show_default=True,
     help="Chance that an exact decoder fails, all tests together.",

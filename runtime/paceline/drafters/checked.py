@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import InvalidInputError
+from paceline.errors import InvalidInputError, shown
 from paceline.sampling import FloatArray
 from paceline.streams import Chance
 from paceline.verify import Draft
@@ -43,7 +43,12 @@ class CheckedDrafter:
     @property
     def seconds(self) -> float:
         """Wall time that the drafter's model has taken."""
-        return float(self._drafter.seconds)
+        try:
+            return float(self._drafter.seconds)
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"The drafter's `seconds` must be a number of seconds, got {shown(self._drafter.seconds)}."
+            ) from error
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Pass the prompt on."""

@@ -90,6 +90,8 @@ class DraftModelDrafter:
         drafted: list[int] = []
         probs: list[DraftProbs] = []
         while len(drafted) < count and self._sampler.end_token_ids.isdisjoint(drafted[-1:]):
+            if not self._sampler.has_mask(tokens, drafted):
+                break
             token = self._sampler.forced(tokens, drafted)
             row: DraftProbs = None
             if token is None:
