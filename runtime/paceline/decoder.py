@@ -251,8 +251,8 @@ class SpeculativeDecoder:
             raise InvalidInputError(f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {shown(drafter)}.")
         if drafter != "prompt-lookup" and self.draft is None:
             raise InvalidInputError(
-                f"drafter={shown(drafter)} needs a draft model, which this decoder lacks: use 'prompt-lookup', or export "
-                "the bundle with --draft."
+                f"drafter={shown(drafter)} needs a draft model, which this decoder lacks: use 'prompt-lookup', or "
+                "export the bundle with --draft."
             )
         if drafter == "hybrid" and not planned:
             raise InvalidInputError("drafter='hybrid' plans its drafts: leave num_draft_tokens at 'auto', in numpy.")
