@@ -24,6 +24,59 @@ _MAX_SCALE = 1e38
 # Up to this `top_k` the graphs sort candidates out instead of searching a threshold.
 _FEW = 256
 
+# Inputs and outputs of the graphs: ONNX Runtime's name of the type, and the shape. A string is a size that is known
+# once the bundle is; None is one that only a run has.
+_Signature = dict[str, tuple[str, list[str | int | None]]]
+_FLOAT, _INT, _BOOL = "tensor(float)", "tensor(int64)", "tensor(bool)"
+_ADJUSTMENTS: _Signature = {
+    "penalise": (_BOOL, []),
+    "repetition_penalty": (_FLOAT, []),
+    "presence_penalty": (_FLOAT, []),
+    "frequency_penalty": (_FLOAT, []),
+    "prompt_counts": (_FLOAT, ["width"]),
+    "new_counts": (_FLOAT, ["width"]),
+    "bias": (_FLOAT, [None, "width"]),
+}
+_CHANCE: _Signature = {
+    "inverse_temperature": (_FLOAT, []),
+    "cut": (_BOOL, []),
+    "top_k_few": (_BOOL, []),
+    "top_k_many": (_BOOL, []),
+    "top_k": (_INT, []),
+    "top_p_few": (_BOOL, []),
+    "top_p_many": (_BOOL, []),
+    "top_p": (_FLOAT, []),
+    "min_p": (_FLOAT, []),
+    "cut_typical_p": (_BOOL, []),
+    "typical_p": (_FLOAT, []),
+}
+_VERIFIER: _Signature = _ADJUSTMENTS | {
+    "logits": (_FLOAT, [1, None, "logits"]),
+    "drafted": (_INT, [1, None]),
+}
+_DRAFTER: _Signature = _ADJUSTMENTS | {
+    "logits": (_FLOAT, [1, 1, "logits"]),
+    "drafted": (_INT, [1, None]),
+}
+_DRAFT: _Signature = {
+    "draft_probs": (_FLOAT, [None, "width"]),
+    "deterministic": (_BOOL, [None]),
+    "accept_uniforms": (_INT, [None]),
+    "draw_uniforms": (_INT, [None]),
+}
+_VERDICT: _Signature = {"verdict": (_INT, [3])}
+_TOKEN: _Signature = {"token": (_INT, [1, 1]), "healthy": (_BOOL, [1])}
+_VERIFIERS: dict[str, tuple[_Signature, _Signature]] = {
+    "token": (_VERIFIER | _CHANCE | _DRAFT, _VERDICT),
+    "block": (_VERIFIER | _CHANCE | _DRAFT | {"any_deterministic": (_BOOL, [])}, _VERDICT),
+    "deterministic": (_VERIFIER | _CHANCE | {"draw_uniforms": (_INT, [None])}, _VERDICT),
+    "greedy": (_VERIFIER, _VERDICT),
+}
+_DRAFTERS: dict[str, tuple[_Signature, _Signature]] = {
+    "draft": (_DRAFTER | _CHANCE | {"uniform": (_INT, [1])}, _TOKEN | {"probs": (_FLOAT, [1, "width"])}),
+    "greedy_draft": (_DRAFTER, _TOKEN),
+}
+
 
 def parameter_inputs(params: SamplingParams, vocab_size: int) -> dict[str, NDArray[Any]]:
     """The inputs of a sampler's graph that stay the same for a whole generation, by their names; all are scalars."""
@@ -122,20 +175,39 @@ class SamplerGraphs:
         """Load a bundle's graphs; the arguments are those of `OrtModel.open`.
 
         Raises:
-            BundleError: the bundle was exported without them, or one cannot be loaded.
+            BundleError: the bundle was exported without them, one is missing or cannot be loaded, or is not what its
+                name says.
         """
-        entry = bundle.manifest.sampler
+        manifest = bundle.manifest
+        entry = manifest.sampler
         if entry is None:
             raise BundleError(f"{bundle.root} has no sampler graphs; export it again, or load it with sampler='numpy'.")
-        sessions = {
-            name: open_session(bundle.path(path), provider=provider, threads=threads)
-            for name, path in entry.graphs.items()
-        }
-        return cls(sessions, bundle.manifest.tokenizer.vocab_size, entry.width)
+        expected = {name: (signature, manifest.target.vocab_size) for name, signature in _VERIFIERS.items()}
+        if manifest.draft is not None:
+            expected |= {name: (signature, manifest.draft.vocab_size) for name, signature in _DRAFTERS.items()}
+        if missing := sorted(expected.keys() - entry.graphs.keys()):
+            raise BundleError(f"{bundle.root} lacks the sampler graphs {', '.join(missing)}; export the bundle again.")
+        sessions = {}
+        for name, (signature, logits_width) in expected.items():
+            path = entry.graphs[name]
+            sessions[name] = open_session(bundle.path(path), provider=provider, threads=threads)
+            sizes = {"width": entry.width, "logits": logits_width}
+            for kind, wanted, found in zip(
+                ("inputs", "outputs"),
+                signature,
+                (sessions[name].get_inputs(), sessions[name].get_outputs()),
+                strict=True,
+            ):
+                if wrong := _differences(wanted, found, sizes):
+                    raise BundleError(
+                        f"{bundle.root}: {path} is not the sampler's {name!r} graph: the {kind} {', '.join(wrong[:4])} are "
+                        "others than expected. Export the bundle again."
+                    )
+        return cls(sessions, manifest.tokenizer.vocab_size, entry.width)
 
     def bound(self, name: str, inputs: GraphInputs) -> BoundGraph:
         """A graph of this name with what a generation gives to it."""
-        graph = BoundGraph(self.sessions[name])
+        graph = BoundGraph(self.sessions[name], name)
         for key, value in inputs.scalars.items():
             graph.bind_input(key, value)
         graph.bind_input("prompt_counts", inputs.prompt_counts)
@@ -149,8 +221,10 @@ class BoundGraph:
     What is bound is read and written where it lies, when the graph runs; nothing is copied.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Any, name: str) -> None:
+        """Bind nothing yet; `name` is for errors."""
         self._session = session
+        self._name = name
         self._binding = session.io_binding()
         self._names = {value.name for value in session.get_inputs()}
         self._bound: dict[str, NDArray[Any]] = {}  # keeps the buffers alive
@@ -167,5 +241,24 @@ class BoundGraph:
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def run(self) -> None:
-        """Run the graph on what is bound."""
-        self._session.run_with_iobinding(self._binding)
+        """Run the graph on what is bound.
+
+        Raises:
+            BundleError: ONNX Runtime cannot.
+        """
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise BundleError(f"ONNX Runtime cannot run the sampler's {self._name!r} graph: {error}") from error
+
+
+def _differences(wanted: _Signature, found: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
+    """Names of the values that are missing, too many, or of another type or shape; a size known at run time varies."""
+    expected = {
+        name: (dtype, [sizes[size] if isinstance(size, str) else size for size in shape])
+        for name, (dtype, shape) in wanted.items()
+    }
+    actual = {
+        value.name: (value.type, [size if isinstance(size, int) else None for size in value.shape]) for value in found
+    }
+    return sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import paceline
@@ -18,6 +19,7 @@ from paceline.drafters import DraftModelDrafter
 from paceline.errors import BundleError, InvalidInputError, ModelOutputError
 from paceline.ort_sampler import GraphInputs
 from paceline.testing import ScriptedDrafter
+from paceline_export.sampler.verify import greedy_verifier
 
 PROMPT = "hello the"
 SAMPLINGS = {
@@ -147,7 +149,9 @@ def test_a_bundle_from_before_there_were_graphs_is_read_but_not_sampled_by_them(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"width": 3}, "sampler.width is 3"),
+        ({"width": 3}, "sampler.width is 3, but 262 ids in whole blocks of 512 take 512"),
+        ({"width": 1024}, "sampler.width is 1024"),
+        ({"width": 10**15}, "sampler.width is 10{15}"),
         ({"graphs": {"token": "sampler/none.onnx"}}, "sampler/none.onnx"),
     ],
 )
@@ -159,6 +163,51 @@ def test_a_manifest_that_contradicts_itself_about_the_graphs_is_refused(
     (damaged / MANIFEST_NAME).write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=said):
         paceline.load(damaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"graphs": {}}, "lacks the sampler graphs block, deterministic, draft, greedy, greedy_draft, token"),
+        ({"block": None}, "lacks the sampler graphs block; export"),
+        ({"greedy_draft": None}, "lacks the sampler graphs greedy_draft; export"),
+        (
+            {"token": "sampler/draft.onnx", "draft": "sampler/token.onnx"},
+            r"sampler/draft.onnx is not the sampler's 'token' graph: the inputs accept_uniforms, deterministic, .*\. Export the bundle",
+        ),
+        ({"token": "sampler/block.onnx"}, "sampler/block.onnx is not the sampler's 'token' graph"),
+        ({"block": "target/model.onnx"}, "target/model.onnx is not the sampler's 'block' graph"),
+    ],
+)
+def test_graphs_that_are_missing_or_swapped_are_refused_when_they_are_loaded(
+    damaged: Path, change: dict[str, Any], said: str
+) -> None:
+    manifest = json.loads((damaged / MANIFEST_NAME).read_text())
+    graphs = change.get("graphs", manifest["sampler"]["graphs"] | change)
+    manifest["sampler"]["graphs"] = {name: path for name, path in graphs.items() if path}
+    (damaged / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=said):
+        paceline.load(damaged, sampler="graph")
+
+
+def test_a_graph_of_another_width_is_refused_when_it_is_loaded(damaged: Path) -> None:
+    path = "sampler/greedy.onnx"
+    onnx.save(greedy_verifier(600, 600), damaged / path)
+    manifest = json.loads((damaged / MANIFEST_NAME).read_text())
+    manifest["files"][path]["size"] = (damaged / path).stat().st_size
+    (damaged / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="the inputs bias, logits, new_counts, prompt_counts are others"):
+        paceline.load(damaged, sampler="graph")
+
+
+def test_what_onnx_runtime_cannot_run_is_said_with_the_graph(
+    decoders: tuple[SpeculativeDecoder, SpeculativeDecoder],
+) -> None:
+    graphs = decoders[1].graphs
+    assert graphs
+    inputs = GraphInputs(SamplingParams(), prompt=[0], vocab_size=graphs.vocab_size, width=graphs.width)
+    with pytest.raises(BundleError, match=r"^ONNX Runtime cannot run the sampler's 'greedy' graph: "):
+        graphs.bound("greedy", inputs).run()  # without logits
 
 
 def test_biases_of_rows_follow_the_position() -> None:
