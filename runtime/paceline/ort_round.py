@@ -67,7 +67,11 @@ def graph_rounds(
     prompt: Sequence[int],
     cache_length: int,
 ) -> tuple[GraphRound, Callable[[], GraphDrafter] | None]:
-    """What plays the rounds of a generation, and what makes its drafter; None without a draft model."""
+    """What plays the rounds of a generation, and what makes its drafter, once; None without a draft model.
+
+    Raises:
+        InvalidInputError: a sampling parameter that float32 cannot hold.
+    """
 
     def inputs(params: SamplingParams) -> GraphInputs:
         return GraphInputs(
@@ -78,12 +82,16 @@ def graph_rounds(
             end_token_ids=draft_sampler.end_token_ids,
         )
 
-    def new_drafter(model: OrtModel) -> GraphDrafter:
-        cache = model.new_cache(min(model.max_length, cache_length))
-        return GraphDrafter(model, cache, draft_sampler, graphs, inputs(draft_sampler.params))
+    play = GraphRound(graphs, inputs(sampling))
+    if draft is None:
+        return play, None
+    model, draft_inputs = cast(OrtModel, draft), inputs(draft_sampler.params)
 
-    model = cast(OrtModel, draft)
-    return GraphRound(graphs, inputs(sampling)), None if draft is None else lambda: new_drafter(model)
+    def new_drafter() -> GraphDrafter:
+        cache = model.new_cache(min(model.max_length, cache_length))
+        return GraphDrafter(model, cache, draft_sampler, graphs, draft_inputs)
+
+    return play, new_drafter
 
 
 class GraphDrafter(DraftModelDrafter):
@@ -105,7 +113,13 @@ class GraphDrafter(DraftModelDrafter):
         """How many tokens can be drafted behind `tokens`, up to `num_draft_tokens`."""
         feed = tokens[self._cache.length :]
         room = min(num_draft_tokens, self._cache.room - len(feed) + 1)  # the last one drawn is not fed
-        return max(room, 0) if self._knows(feed) else 0
+        if not self._knows(feed):
+            return 0
+        # Where nothing is left for this model the draft ends, as on the host; the target may still have something.
+        num_ids = min(self._graph_model.vocab_size, self._inputs.vocab_size)
+        return next(
+            (step for step in range(room) if not self._inputs.leaves_a_token(len(tokens) + step, num_ids)), max(room, 0)
+        )
 
     def draft(
         self,
@@ -191,7 +205,13 @@ class GraphRound:
 
         greedy_draft = count == 0 or drafting.greedy
         name = "greedy" if sampler.greedy else "deterministic" if greedy_draft else rule
-        num_accepted, next_token = self._verify(name, logits, drafted, probs, healthy, position, streams)
+        num_accepted, next_token, bad_row = self._verify(name, logits, drafted, probs, position, streams)
+        if not healthy.all():
+            raise _no_distribution("draft", position + int(np.argmin(healthy)))
+        if bad_row >= 0:
+            # numpy says why: no token is left, penalties overflow, or the model is at fault.
+            sampler.distribution(logits[bad_row, :vocab_size], tokens, drafted[:bad_row].tolist())
+            raise _no_distribution("target", position + bad_row)
         tokens += drafted[:num_accepted].tolist()
         tokens.append(next_token)
         if count:
@@ -205,11 +225,10 @@ class GraphRound:
         logits: NDArray[np.float32],
         drafted: NDArray[np.int64],
         probs: NDArray[np.float32],
-        healthy: NDArray[np.bool_],
         position: int,
         streams: Streams,
-    ) -> tuple[int, int]:
-        """The number of accepted tokens and the next one, from the graph of this name."""
+    ) -> tuple[int, int, int]:
+        """The verdict of the graph of this name."""
         rows = len(drafted)
         positions = range(position, position + rows)
         drawn = (
@@ -235,10 +254,11 @@ class GraphRound:
         graph.run()
 
         num_accepted, next_token, bad_row = verdict.tolist()
-        for model, row in (("draft", int(np.argmin(healthy)) if not healthy.all() else -1), ("target", bad_row)):
-            if row >= 0:
-                raise ModelOutputError(
-                    f"The {model} model's logits for position {position + row} contain NaN or infinity, or penalties, "
-                    "biases and masks leave no finite one. Check the exported model with `paceline check`."
-                )
-        return num_accepted, next_token
+        return num_accepted, next_token, bad_row
+
+
+def _no_distribution(model: str, position: int) -> ModelOutputError:
+    return ModelOutputError(
+        f"The {model} model's logits for position {position} contain NaN or infinity, or penalties, biases and masks "
+        "leave no finite one. Check the exported model with `paceline check`."
+    )

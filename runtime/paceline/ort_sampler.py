@@ -13,14 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle
-from .errors import BundleError
+from .errors import BundleError, InvalidInputError
 from .ort import open_session
 from .sampling import SamplingParams
 
 __all__ = ["BoundGraph", "GraphInputs", "SamplerGraphs", "parameter_inputs"]
 
-# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32.
-_MAX_SCALE = 1e38
+# Beyond this the scaled logits underflow to probability 0 anyway; a larger factor would overflow float32. A smaller
+# one than the least would be 0 in float32, and minus infinity times 0 is NaN.
+_MIN_SCALE, _MAX_SCALE = 2e-38, 1e38
+# What float32 holds; below the least, numbers lose digits or are 0.
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Up to this `top_k` the graphs sort candidates out instead of searching a threshold.
 _FEW = 256
 
@@ -79,7 +82,16 @@ _DRAFTERS: dict[str, tuple[_Signature, _Signature]] = {
 
 
 def parameter_inputs(params: SamplingParams, vocab_size: int) -> dict[str, NDArray[Any]]:
-    """The inputs of a sampler's graph that stay the same for a whole generation, by their names; all are scalars."""
+    """The inputs of a sampler's graph that stay the same for a whole generation, by their names; all are scalars.
+
+    Raises:
+        InvalidInputError: a repetition penalty that float32 cannot hold.
+    """
+    if not _LEAST <= params.repetition_penalty <= _MOST:
+        raise InvalidInputError(
+            f"repetition_penalty is {params.repetition_penalty}, but sampler='graph' computes in float32, which holds "
+            f"{_LEAST:.3g} to {_MOST:.3g}; use a value in between."
+        )
     top_k, top_p = 0 < params.top_k < vocab_size, params.top_p < 1
     few = top_k and params.top_k <= _FEW
     penalise = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -91,17 +103,17 @@ def parameter_inputs(params: SamplingParams, vocab_size: int) -> dict[str, NDArr
     }
     if not params.greedy:
         inputs |= {
-            "inverse_temperature": np.float32(min(1 / params.temperature, _MAX_SCALE)),
+            "inverse_temperature": np.float32(min(max(1 / params.temperature, _MIN_SCALE), _MAX_SCALE)),
             "cut": np.bool_(top_k or top_p or params.min_p > 0),
             "top_k_few": np.bool_(few),
             "top_k_many": np.bool_(top_k and not few),
-            "top_k": np.int64(params.top_k),
+            "top_k": np.int64(min(params.top_k, vocab_size)),
             "top_p_few": np.bool_(top_p and few),
             "top_p_many": np.bool_(top_p and not few),
-            "top_p": np.float32(params.top_p),
-            "min_p": np.float32(params.min_p),
+            "top_p": np.float32(max(params.top_p, _LEAST)),
+            "min_p": np.float32(max(params.min_p, _LEAST) if params.min_p else 0),
             "cut_typical_p": np.bool_(params.typical_p < 1),
-            "typical_p": np.float32(params.typical_p),
+            "typical_p": np.float32(max(params.typical_p, _LEAST)),
         }
     return {name: np.asarray(value) for name, value in inputs.items()}
 
@@ -111,6 +123,7 @@ class GraphInputs:
 
     Attributes:
         params: the parameters, of which constraints and the n-gram rule are none that a graph can apply.
+        vocab_size: of the common vocabulary.
         scalars: inputs that stay the same, by their names.
         prompt_counts: float32 `[width]`, the vocabulary in whole blocks.
         new_counts: float32 `[width]`, up to the last `move`.
@@ -125,7 +138,13 @@ class GraphInputs:
         width: int,
         end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """Start behind `prompt`.
+
+        Raises:
+            InvalidInputError: a parameter that float32 cannot hold.
+        """
         self.params = params
+        self.vocab_size = vocab_size
         self.scalars = parameter_inputs(params, vocab_size)
         self.prompt_counts = np.bincount(np.asarray(prompt, np.int64), minlength=width).astype(np.float32)
         self.new_counts = np.zeros(width, np.float32)
@@ -133,8 +152,27 @@ class GraphInputs:
         self._end_token_ids = sorted(end_token_ids)
         self._bias = np.zeros((1, width), np.float32)
         for token_id, value in dict(params.logit_bias).items():
-            self._bias[0, token_id] = value
+            if value > _MOST:
+                raise InvalidInputError(
+                    f"logit_bias is {value} for id {token_id}, but sampler='graph' computes in float32, which holds up "
+                    f"to {_MOST:.3g}; use a smaller one."
+                )
+            self._bias[0, token_id] = value if value >= -_MOST else -np.inf  # forbids, as it does in numpy
         self._bias[0, list(params.banned_token_ids)] = -np.inf
+        self._num_forbidden = int(np.count_nonzero(np.isneginf(self._bias)))
+
+    def leaves_a_token(self, position: int, num_ids: int) -> bool:
+        """Whether biases and masks leave one of the first `num_ids` ids at `position`, whatever the logits are."""
+        num_new = position - self._num_prompt_tokens
+        ends = self._end_token_ids if num_new < self.params.min_new_tokens else []
+        if num_new < len(self.params.forced_token_ids):
+            forced = self.params.forced_token_ids[num_new]
+            return forced < num_ids and forced not in ends and bool(self._bias[0, forced] > -np.inf)
+        if self._num_forbidden + len(ends) < num_ids:
+            return True
+        left = self._bias[0, :num_ids] > -np.inf
+        left[[token_id for token_id in ends if token_id < num_ids]] = False
+        return bool(left.any())
 
     def move(self, tokens: Sequence[int]) -> None:
         """Count the tokens that the text has grown by."""
@@ -200,8 +238,8 @@ class SamplerGraphs:
             ):
                 if wrong := _differences(wanted, found, sizes):
                     raise BundleError(
-                        f"{bundle.root}: {path} is not the sampler's {name!r} graph: the {kind} {', '.join(wrong[:4])} are "
-                        "others than expected. Export the bundle again."
+                        f"{bundle.root}: {path} is not the sampler's {name!r} graph: the {kind} "
+                        f"{', '.join(wrong[:4])} are others than expected. Export the bundle again."
                     )
         return cls(sessions, manifest.tokenizer.vocab_size, entry.width)
 
