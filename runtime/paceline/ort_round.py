@@ -4,9 +4,9 @@ The models' logits lie where the sampler's graphs read them, a drafted token whe
 target's run read it. The drafting steps run without a look at their results; once a round the host reads the drafted
 tokens, how many stand, and the token that follows.
 
-The text is that of `play_round` with the same seed, but for two things. Probabilities are float32 with roundings of
-their own, so a random number at the very edge between two outcomes may fall to the other side. And drafting goes on
-behind an end token, which is not seen: the block rule, which judges the draft as a whole, may decide otherwise then.
+The text is that of `play_round` with the same seed, but at ties: probabilities are float32 with roundings of their own,
+so a random number at the very edge between two outcomes may fall to the other side. Drafting goes on behind an end
+token, which is not seen; the verifier takes what was drafted there as not drafted.
 """
 
 from __future__ import annotations
@@ -206,6 +206,10 @@ class GraphRound:
         greedy_draft = count == 0 or drafting.greedy
         name = "greedy" if sampler.greedy else "deterministic" if greedy_draft else rule
         num_accepted, next_token, bad_row = self._verify(name, logits, drafted, probs, position, streams)
+        # What was drafted behind an end token does not count; the verifier has seen to it.
+        ends = np.flatnonzero(np.isin(drafted[:count], self._inputs.end_token_ids))
+        num_proposed = int(ends[0]) + 1 if len(ends) else count
+        healthy = healthy[:num_proposed]
         if not healthy.all():
             raise _no_distribution("draft", position + int(np.argmin(healthy)))
         if bad_row >= 0:
@@ -217,7 +221,7 @@ class GraphRound:
         if count:
             cache.rollback(len(tokens) - 1)
             drafting.rollback(len(tokens) - 1)
-        return Round(num_forced, count, num_accepted, None)
+        return Round(num_forced, num_proposed, num_accepted, None)
 
     def _verify(
         self,

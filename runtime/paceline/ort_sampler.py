@@ -56,6 +56,7 @@ _CHANCE: _Signature = {
 _VERIFIER: _Signature = _ADJUSTMENTS | {
     "logits": (_FLOAT, [1, None, "logits"]),
     "drafted": (_INT, [1, None]),
+    "end_token_ids": (_INT, [None]),
 }
 _DRAFTER: _Signature = _ADJUSTMENTS | {
     "logits": (_FLOAT, [1, 1, "logits"]),
@@ -127,6 +128,7 @@ class GraphInputs:
         scalars: inputs that stay the same, by their names.
         prompt_counts: float32 `[width]`, the vocabulary in whole blocks.
         new_counts: float32 `[width]`, up to the last `move`.
+        end_token_ids: int64, at least one; -1 is none.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class GraphInputs:
         self.new_counts = np.zeros(width, np.float32)
         self._num_prompt_tokens = self._num_counted = len(prompt)
         self._end_token_ids = sorted(end_token_ids)
+        self.end_token_ids = np.array(self._end_token_ids or [-1], np.int64)
         self._bias = np.zeros((1, width), np.float32)
         for token_id, value in dict(params.logit_bias).items():
             if value > _MOST:
@@ -250,6 +253,7 @@ class SamplerGraphs:
             graph.bind_input(key, value)
         graph.bind_input("prompt_counts", inputs.prompt_counts)
         graph.bind_input("new_counts", inputs.new_counts)
+        graph.bind_input("end_token_ids", inputs.end_token_ids)
         return graph
 
 
