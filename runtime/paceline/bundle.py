@@ -28,6 +28,7 @@ from .errors import BundleError
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "SAMPLER_BLOCK",
     "Bundle",
     "FileEntry",
     "Manifest",
@@ -41,6 +42,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "paceline.json"
+# Rows of the sampler's graphs hold a whole number of blocks of so many ids.
+SAMPLER_BLOCK = 512
 
 _T = TypeVar("_T")
 
@@ -168,8 +171,12 @@ class Manifest:
                 raise BundleError(f"The manifest names the graph {model.path!r} but does not list it among its files.")
         if self.sampler is None:
             return
-        if self.sampler.width < self.tokenizer.vocab_size:
-            raise BundleError(f"sampler.width is {self.sampler.width}, less than {self.tokenizer.vocab_size} ids need.")
+        width = -(-self.tokenizer.vocab_size // SAMPLER_BLOCK) * SAMPLER_BLOCK
+        if self.sampler.width != width:
+            raise BundleError(
+                f"sampler.width is {self.sampler.width}, but {self.tokenizer.vocab_size} ids in whole blocks of "
+                f"{SAMPLER_BLOCK} take {width}; export the bundle again."
+            )
         for path in self.sampler.graphs.values():
             if path not in self.files:
                 raise BundleError(f"The manifest names the graph {path!r} but does not list it among its files.")

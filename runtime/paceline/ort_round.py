@@ -4,9 +4,9 @@ The models' logits lie where the sampler's graphs read them, a drafted token whe
 target's run read it. The drafting steps run without a look at their results; once a round the host reads the drafted
 tokens, how many stand, and the token that follows.
 
-The text is that of `play_round` with the same seed, but for two things. Probabilities are float32 with roundings of
-their own, so a random number at the very edge between two outcomes may fall to the other side. And drafting goes on
-behind an end token, which is not seen: the block rule, which judges the draft as a whole, may decide otherwise then.
+The text is that of `play_round` with the same seed, but at ties: probabilities are float32 with roundings of their own,
+so a random number at the very edge between two outcomes may fall to the other side. Drafting goes on behind an end
+token, which is not seen; the verifier takes what was drafted there as not drafted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def graph_rounds(
     prompt: Sequence[int],
     cache_length: int,
 ) -> tuple[GraphRound, Callable[[], GraphDrafter] | None]:
-    """What plays the rounds of a generation, and what makes its drafter; None without a draft model."""
+    """What plays the rounds of a generation, and what makes its drafter, once; None without a draft model.
+
+    Raises:
+        InvalidInputError: a sampling parameter that float32 cannot hold.
+    """
 
     def inputs(params: SamplingParams) -> GraphInputs:
         return GraphInputs(
@@ -78,12 +82,16 @@ def graph_rounds(
             end_token_ids=draft_sampler.end_token_ids,
         )
 
-    def new_drafter(model: OrtModel) -> GraphDrafter:
-        cache = model.new_cache(min(model.max_length, cache_length))
-        return GraphDrafter(model, cache, draft_sampler, graphs, inputs(draft_sampler.params))
+    play = GraphRound(graphs, inputs(sampling))
+    if draft is None:
+        return play, None
+    model, draft_inputs = cast(OrtModel, draft), inputs(draft_sampler.params)
 
-    model = cast(OrtModel, draft)
-    return GraphRound(graphs, inputs(sampling)), None if draft is None else lambda: new_drafter(model)
+    def new_drafter() -> GraphDrafter:
+        cache = model.new_cache(min(model.max_length, cache_length))
+        return GraphDrafter(model, cache, draft_sampler, graphs, draft_inputs)
+
+    return play, new_drafter
 
 
 class GraphDrafter(DraftModelDrafter):
@@ -105,7 +113,13 @@ class GraphDrafter(DraftModelDrafter):
         """How many tokens can be drafted behind `tokens`, up to `num_draft_tokens`."""
         feed = tokens[self._cache.length :]
         room = min(num_draft_tokens, self._cache.room - len(feed) + 1)  # the last one drawn is not fed
-        return max(room, 0) if self._knows(feed) else 0
+        if not self._knows(feed):
+            return 0
+        # Where nothing is left for this model the draft ends, as on the host; the target may still have something.
+        num_ids = min(self._graph_model.vocab_size, self._inputs.vocab_size)
+        return next(
+            (step for step in range(room) if not self._inputs.leaves_a_token(len(tokens) + step, num_ids)), max(room, 0)
+        )
 
     def draft(
         self,
@@ -191,13 +205,23 @@ class GraphRound:
 
         greedy_draft = count == 0 or drafting.greedy
         name = "greedy" if sampler.greedy else "deterministic" if greedy_draft else rule
-        num_accepted, next_token = self._verify(name, logits, drafted, probs, healthy, position, streams)
+        num_accepted, next_token, bad_row = self._verify(name, logits, drafted, probs, position, streams)
+        # What was drafted behind an end token does not count; the verifier has seen to it.
+        ends = np.flatnonzero(np.isin(drafted[:count], self._inputs.end_token_ids))
+        num_proposed = int(ends[0]) + 1 if len(ends) else count
+        healthy = healthy[:num_proposed]
+        if not healthy.all():
+            raise _no_distribution("draft", position + int(np.argmin(healthy)))
+        if bad_row >= 0:
+            # numpy says why: no token is left, penalties overflow, or the model is at fault.
+            sampler.distribution(logits[bad_row, :vocab_size], tokens, drafted[:bad_row].tolist())
+            raise _no_distribution("target", position + bad_row)
         tokens += drafted[:num_accepted].tolist()
         tokens.append(next_token)
         if count:
             cache.rollback(len(tokens) - 1)
             drafting.rollback(len(tokens) - 1)
-        return Round(num_forced, count, num_accepted, None)
+        return Round(num_forced, num_proposed, num_accepted, None)
 
     def _verify(
         self,
@@ -205,11 +229,10 @@ class GraphRound:
         logits: NDArray[np.float32],
         drafted: NDArray[np.int64],
         probs: NDArray[np.float32],
-        healthy: NDArray[np.bool_],
         position: int,
         streams: Streams,
-    ) -> tuple[int, int]:
-        """The number of accepted tokens and the next one, from the graph of this name."""
+    ) -> tuple[int, int, int]:
+        """The verdict of the graph of this name."""
         rows = len(drafted)
         positions = range(position, position + rows)
         drawn = (
@@ -235,10 +258,11 @@ class GraphRound:
         graph.run()
 
         num_accepted, next_token, bad_row = verdict.tolist()
-        for model, row in (("draft", int(np.argmin(healthy)) if not healthy.all() else -1), ("target", bad_row)):
-            if row >= 0:
-                raise ModelOutputError(
-                    f"The {model} model's logits for position {position + row} contain NaN or infinity, or penalties, "
-                    "biases and masks leave no finite one. Check the exported model with `paceline check`."
-                )
-        return num_accepted, next_token
+        return num_accepted, next_token, bad_row
+
+
+def _no_distribution(model: str, position: int) -> ModelOutputError:
+    return ModelOutputError(
+        f"The {model} model's logits for position {position} contain NaN or infinity, or penalties, biases and masks "
+        "leave no finite one. Check the exported model with `paceline check`."
+    )

@@ -149,6 +149,7 @@ def verify_by_graph(case: Case, drafted: Played, rule: str) -> None:
     inputs = case.shared_inputs(case.target_params) | {
         "logits": case.target_logits[None],
         "drafted": np.array([[*drafted.tokens, -1]]),
+        "end_token_ids": np.array([-1]),
     }
     streams, position = Streams(case.seed), len(case.tokens)
     if rule == "deterministic":

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.bundle import SAMPLER_BLOCK
+
 from .ops import Ops
 
 __all__ = ["BLOCK", "UNIFORM_BITS", "block_sums", "draw", "first_largest", "in_blocks", "padded", "row_sums"]
 
-BLOCK = 512
+BLOCK = SAMPLER_BLOCK
 # Uniforms come as integers below 2**53, the very numbers that `paceline.streams` divides by 2**53: float32 would
 # leave a flat vocabulary of 152k ids a hundred steps each.
 UNIFORM_BITS = 53

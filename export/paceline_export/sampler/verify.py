@@ -9,6 +9,8 @@ that TensorRT has to know, and with one row a verifier is a step of plain decodi
 Inputs of every verifier, beside those of `Adjustments` (and of `Cuts` where it is not greedy):
     logits: float32 `[1, rows, logits_width]`, the target's.
     drafted: int64 `[1, rows]`, the drafted tokens; the last entry is -1.
+    end_token_ids: int64 `[num_ends]`, at least one; -1 is none. What stands behind a drafted end token counts as not
+        drafted.
     inverse_temperature: float32, 1 / temperature and at most 1e38; not of the greedy verifier.
 
 Output:
@@ -101,8 +103,9 @@ def block_verifier(vocab_size: int, logits_width: int, *, debug: bool = False) -
     last_of_prefix = op("Max", op("Sub", rows.numbers, op.constant(1, np.int64)), first)
     stands = op("Less", op("Gather", draft.accept, last_of_prefix), acceptance)
     stands = op("Or", stands, op("GreaterOrEqual", acceptance, one))
+    stands = op("And", stands, op("LessOrEqual", rows.numbers, rows.last))
     count = op("ReduceMax", op("Mul", op.cast(stands, np.int64), rows.numbers), op.ints(0), keepdims=1)  # [1]
-    # Every row but the last one decides; the last one only draws the token behind the whole draft.
+    # Every drafted token's row decides; the one behind them only draws the token behind the whole draft.
     needed = op("Max", count, op("Sub", rows.last, op.constant(1, np.int64)))
     bad_row = _bad_row(op, target.healthy, needed)
     verdict = _Drawn(op, rows, draft, target, count, op("Gather", reached, count), bad_row)
@@ -121,21 +124,25 @@ class _Rows:
         ids: int64 `[width]`, 0, 1, …
         numbers: int64 `[rows]`, 0, 1, …
         last: int64 `[1]`, the number of drafted tokens.
-        is_drafted: bool `[rows]`, false in the last row only.
+        is_drafted: bool `[rows]`, false in the rows behind the draft: the last one, and those behind an end token.
     """
 
     def __init__(self, op: Ops, vocab_size: int, logits_width: int) -> None:
         self.width = padded(vocab_size)
         logits = op.input("logits", np.float32, [1, "rows", logits_width])
         drafted = op.input("drafted", np.int64, [1, "rows"])
+        ends = op.input("end_token_ids", np.int64, ["num_ends"])
         adjustments = Adjustments.declare(op, vocab_size)
         self.ids = op.numbers(op.ints(self.width))
         self.tokens = op("Squeeze", drafted, op.ints(0))
         self.column = op("Max", op("Unsqueeze", self.tokens, op.ints(1)), op.constant(0, np.int64))
-        size = op("Shape", self.tokens)
-        self.numbers = op.numbers(size)
-        self.last = op("Sub", size, op.constant(1, np.int64))
-        self.is_drafted = op("Less", self.numbers, self.last)
+        self.numbers = op.numbers(op("Shape", self.tokens))
+        is_end = op("Equal", op("Unsqueeze", self.tokens, op.ints(1)), ends)  # [rows, num_ends]
+        ended = op("ReduceSum", op.cast(is_end, np.int64), op.ints(1), keepdims=0)
+        ended = op("CumSum", ended, op.constant(0, np.int64), exclusive=1)  # [rows], how many end tokens stand before
+        none = op.constant(0, np.int64)
+        self.is_drafted = op("And", op("GreaterOrEqual", self.tokens, none), op("Equal", ended, none))
+        self.last = op("ReduceSum", op.cast(self.is_drafted, np.int64), op.ints(0), keepdims=1)
         before = op.cast(op("Greater", op("Unsqueeze", self.numbers, op.ints(1)), self.numbers), np.float32)
         self.logits = logit_rows(op, logits, logits_width, vocab_size, adjustments, drafted, before)
 
