@@ -212,7 +212,7 @@ def test_where_the_draft_model_has_no_token_left_the_draft_ends(
     decoders: tuple[SpeculativeDecoder, SpeculativeDecoder], draft_sampling: SamplingParams, stops: Sequence[int]
 ) -> None:
     options = {"draft_sampling": draft_sampling, "stop_token_ids": tuple(stops), "max_new_tokens": 12}
-    ours, theirs = both(decoders, PROMPT, SamplingParams(1.0, seed=1), **options)
+    ours, theirs = both(decoders, PROMPT, SamplingParams(1.0, seed=1), **{"num_draft_tokens": 3, **options})
     assert ours == theirs
 
 
