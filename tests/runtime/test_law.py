@@ -154,7 +154,11 @@ def test_case_32_another_draft_temperature_changes_only_how_much_is_accepted() -
         proposed = accepted = 0
         for seed in range(60):
             generation = decoder.generate(
-                PROMPT, SamplingParams(1.0, seed=seed), max_new_tokens=20, draft_sampling=draft_sampling
+                PROMPT,
+                SamplingParams(1.0, seed=seed),
+                max_new_tokens=20,
+                num_draft_tokens=3,
+                draft_sampling=draft_sampling,
             )
             for step in generation:
                 proposed += step.num_proposed
