@@ -104,6 +104,13 @@ def test_the_meter_finds_the_costs() -> None:
     assert meter.costs.target(12) == pytest.approx(0.03 + 0.008 * 11, rel=0.15)
 
 
+def test_a_model_that_tells_no_times_is_planned_for_all_the_same() -> None:
+    meter = CostMeter()
+    meter.observe(rows=2, target_s=0.0, draft_steps=1, draft_s=0.0)
+    assert meter.costs is not None
+    assert meter.costs.target(1) > 0
+
+
 @pytest.mark.parametrize(("draft_step", "passes"), [(-1.0, (1.0,)), (1.0, ()), (1.0, (0.0,))])
 def test_costs_are_times(draft_step: float, passes: tuple[float, ...]) -> None:
     with pytest.raises(InvalidInputError, match="must be seconds"):
