@@ -18,7 +18,7 @@ from .row_sampler import RowSampler
 from .sampling import SamplingParams
 from .stopping import Cutter
 from .streams import Streams
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_text
 from .verify import VERIFICATION_RULES
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class SpeculativeDecoder:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInputError("This decoder has no tokenizer; give the prompt as token ids.")
-            _check_text(prompt, "prompt")
+            check_text(prompt, "prompt")
             prompt = self.tokenizer.encode(prompt)
         ids = list(self._ids(prompt, "prompt"))
         if not ids:
@@ -290,7 +290,7 @@ class SpeculativeDecoder:
         if stop and self.tokenizer is None:
             raise InvalidInputError("Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.")
         for text in stop:
-            _check_text(text, "stop")
+            check_text(text, "stop")
         return tuple(stop)
 
     def _ids(self, values: Iterable[Any], name: str) -> tuple[int, ...]:
@@ -305,16 +305,6 @@ class SpeculativeDecoder:
                     f"{self.vocab_size - 1})."
                 )
         return ids
-
-
-def _check_text(text: str, name: str) -> None:
-    """Refuse halves of characters, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(
-            f"{name} holds a lone surrogate at character {error.start}; give whole text."
-        ) from error
 
 
 def _is_int(value: object) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InstallationError, InvalidInputError
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -199,12 +199,7 @@ def _llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
 def _check_text(text: object, kind: str) -> None:
     if not isinstance(text, str):
         raise InvalidInputError(f"A {kind} must be text, got {text!r:.80}.")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(
-            f"The {kind} holds a lone surrogate at character {error.start}; give whole text."
-        ) from error
+    check_text(text, f"The {kind}")
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -18,7 +18,7 @@ import tokenizers
 from .bundle import Bundle, TokenizerEntry
 from .errors import BundleError, InvalidInputError
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["TextStream", "Tokenizer", "check_text"]
 
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes and a token at least one: what lies further back is decided.
@@ -223,3 +223,17 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
+
+
+def check_text(text: str, name: str) -> None:
+    """Refuse halves of characters, which no tokenizer takes; `name` begins the message.
+
+    Raises:
+        InvalidInputError: the text holds a lone surrogate.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"{name} holds a lone surrogate at character {error.start}; give whole text."
+        ) from error
