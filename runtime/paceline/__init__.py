@@ -10,6 +10,7 @@ from .generation import Generation, Step
 from .kv_cache import KVCache
 from .loading import load
 from .model import CausalLM
+from .prefix_cache import PrefixCache
 from .sampling import SamplingParams
 from .stats import Stats
 from .verify import Draft
@@ -22,6 +23,7 @@ __all__ = [
     "Generation",
     "KVCache",
     "PacelineError",
+    "PrefixCache",
     "SamplingParams",
     "SpeculativeDecoder",
     "Stats",

@@ -13,6 +13,7 @@ from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
 from .planner import ASSUMED_COSTS, Costs, Planner
+from .prefix_cache import GenerationCaches, PrefixCache
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
 from .sampling import SamplingParams
@@ -35,7 +36,7 @@ DEFAULT_VERIFICATION = "block"
 class SpeculativeDecoder:
     """Generates text of the target model, with fewer target passes than tokens when something drafts for it.
 
-    It holds no state of a generation: any number may run at once, from several threads.
+    It holds no state of a running generation: any number may run at once, from several threads.
 
     Attributes:
         target: the model whose text this is.
@@ -46,6 +47,8 @@ class SpeculativeDecoder:
         eos_token_ids: ids that end a text.
         graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
         costs: of the models' runs, which drafts are planned by; None measures them in each generation's first rounds.
+        prefixes: keeps keys and values of finished texts, so that a prompt that begins like one of them skips that
+            part of its prefill; None keeps nothing.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
@@ -58,6 +61,7 @@ class SpeculativeDecoder:
     eos_token_ids: tuple[int, ...] = ()
     graphs: SamplerGraphs | None = None
     costs: Costs | None = None
+    prefixes: PrefixCache | None = None
 
     def __post_init__(self) -> None:
         for name, model in (("target", self.target), ("draft", self.draft)):
@@ -185,22 +189,23 @@ class SpeculativeDecoder:
             costs = self.costs or (None if sampling.seed is None else ASSUMED_COSTS)
             planner = Planner(costs=costs, asks=drafter in (None, "draft-model", "hybrid"))
         play: PlayRound = play_round
-        new_drafter = self._new_drafter(drafter, draft_sampler, cache_length, planner)
+        caches = GenerationCaches(prompt_ids, cache_length, self.prefixes)
+        new_drafter = self._new_drafter(drafter, draft_sampler, caches, planner)
         if self.graphs is not None:
             from .ort_round import check_graph_arguments, graph_rounds
 
             check_graph_arguments(
                 sampling, draft_sampler.params, drafter=drafter, constraint=constraint, logprobs=logprobs
             )
-            play, new_drafter = graph_rounds(self.graphs, self.draft, sampling, draft_sampler, prompt_ids, cache_length)
+            play, new_drafter = graph_rounds(self.graphs, self.draft, sampling, draft_sampler, prompt_ids, caches)
         return Generation(
             prompt_ids,
             target=self.target,
+            caches=caches,
             new_drafter=new_drafter if planner or num_draft_tokens else None,
             sampler=row_sampler(sampling),
             num_draft_tokens=num_draft_tokens,
             rule=verification,
-            cache_length=cache_length,
             vocab_size=self.vocab_size,
             cutter=cutter,
             chance=streams,
@@ -210,7 +215,7 @@ class SpeculativeDecoder:
         )
 
     def _new_drafter(
-        self, drafter: Drafter | str | None, sampler: RowSampler, cache_length: int, planner: Planner | None
+        self, drafter: Drafter | str | None, sampler: RowSampler, caches: GenerationCaches, planner: Planner | None
     ) -> Callable[[], Drafter] | None:
         draft = self.draft
         if drafter is not None and not isinstance(drafter, str):
@@ -222,8 +227,7 @@ class SpeculativeDecoder:
             return None
 
         def new_drafter() -> Drafter:
-            cache = draft.new_cache(min(draft.max_length, cache_length))
-            model = DraftModelDrafter(draft, cache, sampler, self.vocab_size, planner=planner)
+            model = DraftModelDrafter(draft, caches.new(draft), sampler, self.vocab_size, planner=planner)
             return HybridDrafter(model, planner) if planner and drafter in (None, "hybrid") else model
 
         return new_drafter

@@ -13,6 +13,7 @@ from .kv_cache import KVCache
 from .logprobs import TokenLogprobs
 from .model import CausalLM
 from .planner import Planner
+from .prefix_cache import GenerationCaches
 from .rounds import PlayRound, Round
 from .row_sampler import RowSampler
 from .stats import Stats
@@ -55,11 +56,11 @@ class Generation(Iterator[Step]):
         prompt: list[int],
         *,
         target: CausalLM,
+        caches: GenerationCaches,
         new_drafter: Callable[[], Drafter] | None,
         sampler: RowSampler,
         num_draft_tokens: int,
         rule: str,
-        cache_length: int,
         vocab_size: int,
         cutter: Cutter,
         chance: Chance,
@@ -73,7 +74,7 @@ class Generation(Iterator[Step]):
         self._sampler = sampler
         self._num_draft_tokens = num_draft_tokens
         self._rule = rule
-        self._cache_length = cache_length
+        self._caches = caches
         self._vocab_size = vocab_size
         self._cutter = cutter
         self._chance = chance
@@ -141,11 +142,20 @@ class Generation(Iterator[Step]):
         self.close()
 
     def _loop(self) -> Generator[Step, None, None]:
-        # The caches are local to this generator: they are freed when it ends or is closed.
         tokens = list(self._prompt)
-        cache = self._target.new_cache(self._cache_length)
+        try:
+            yield from self._rounds(tokens)
+        except GeneratorExit:  # closed between two steps
+            self._caches.keep(tokens)
+            raise
+        self._caches.keep(tokens)
+
+    def _rounds(self, tokens: list[int]) -> Generator[Step, None, None]:
+        # The caches are local to this generator: they are freed, or kept for other texts, when it ends or is closed.
+        cache = self._caches.new(self._target)
+        self._stats = replace(self._stats, cached_tokens=cache.length)
         if self._new_drafter:
-            cache.rollback(0)  # a cache that cannot take tokens back says so before the first token
+            cache.rollback(cache.length)  # a cache that cannot take tokens back says so before the first token
 
         started = time.perf_counter()
         played = self._play(tokens, 0, cache, None)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from .errors import InvalidInputError
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "SavedKV"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKV:
+    """Keys and values that a cache held, in a form that only its own class reads, and the bytes they take."""
+
+    state: Any
+    num_bytes: int
 
 
 class KVCache:
@@ -57,3 +68,19 @@ class KVCache:
                 f"Cannot roll back to length {length}: the KV cache holds {self._length} positions."
             )
         self._length = length
+
+    def save(self) -> SavedKV:
+        """Give away the keys and values; the cache must not be used any more.
+
+        Raises:
+            InvalidInputError: this kind of cache cannot be saved.
+        """
+        raise InvalidInputError(f"A {type(self).__name__} cannot be saved, so no later text can begin with it.")
+
+    def restore(self, saved: SavedKV, length: int) -> None:
+        """Begin with a copy of the first `length` positions that another cache of the same model held.
+
+        Raises:
+            InvalidInputError: this kind of cache cannot be saved, or it is not empty.
+        """
+        raise InvalidInputError(f"A {type(self).__name__} cannot begin with keys and values that were saved.")

@@ -7,13 +7,19 @@ from pathlib import Path
 from .bundle import Bundle
 from .decoder import SpeculativeDecoder
 from .errors import InvalidInputError, shown
+from .prefix_cache import PrefixCache
 from .tokenizer import Tokenizer
 
 __all__ = ["load"]
 
 
 def load(
-    path: str | Path, *, threads: int | None = None, provider: str = "cpu", sampler: str = "numpy"
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    provider: str = "cpu",
+    sampler: str = "numpy",
+    prefix_cache_bytes: int = 0,
 ) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
@@ -22,11 +28,13 @@ def load(
         threads: threads that both models share; None leaves the number to the runtime.
         provider: what runs the models, by its name in the providers' table.
         sampler: "numpy", or "graph" for the bundle's own graphs, which leave the logits where the models wrote them.
+        prefix_cache_bytes: of keys and values of finished texts to keep: a prompt that begins like one of them, such
+            as the next turn of a chat, skips that part of its prefill. 0 keeps none; see `paceline.PrefixCache`.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format.
         InstallationError: ONNX Runtime is missing, or installed twice.
-        InvalidInputError: an unknown provider or sampler, or a bad number of threads.
+        InvalidInputError: an unknown provider or sampler, or a bad number of threads or bytes.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .ort import OrtModel
@@ -36,9 +44,16 @@ def load(
         raise InvalidInputError(f"path must be the folder of a bundle, got {shown(path)}.")
     if not isinstance(sampler, str) or sampler not in ("numpy", "graph"):
         raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {shown(sampler)}.")
+    if not isinstance(prefix_cache_bytes, int) or isinstance(prefix_cache_bytes, bool) or prefix_cache_bytes < 0:
+        raise InvalidInputError(
+            f"prefix_cache_bytes must be an integer of at least 0, got {shown(prefix_cache_bytes)}."
+        )
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
     draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
-    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs)
+    prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+    return SpeculativeDecoder(
+        target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs, prefixes=prefixes
+    )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry
 from .errors import BundleError, InstallationError, InvalidInputError, shown
-from .kv_cache import KVCache
+from .kv_cache import KVCache, SavedKV
 
 __all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
 
@@ -93,6 +93,18 @@ class OrtKVCache(KVCache):
         self._total_sequence_length[...] = self.length + rows
         self._seqlens_k[0] = self.length + rows - 1
         return self._logits[:num_logits]
+
+    def save(self) -> SavedKV:
+        """Give away the buffers; see `KVCache.save`."""
+        return SavedKV(self.buffers, sum(buffer.nbytes for buffer in self.buffers))
+
+    def restore(self, saved: SavedKV, length: int) -> None:
+        """Begin with a copy of the first `length` positions; see `KVCache.restore`."""
+        if self.length:
+            raise InvalidInputError(f"Only an empty KV cache can be restored, this one holds {self.length} positions.")
+        for mine, other in zip(self.buffers, saved.state, strict=True):
+            mine[:, :, :length] = other[:, :, :length]
+        self.advance(length)
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

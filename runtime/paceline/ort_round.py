@@ -24,6 +24,7 @@ from .kv_cache import KVCache
 from .model import CausalLM
 from .ort import OrtKVCache, OrtModel
 from .ort_sampler import BoundGraph, GraphInputs, SamplerGraphs
+from .prefix_cache import GenerationCaches
 from .rounds import Round, take_forced
 from .row_sampler import RowSampler
 from .sampling import SamplingParams
@@ -65,7 +66,7 @@ def graph_rounds(
     sampling: SamplingParams,
     draft_sampler: RowSampler,
     prompt: Sequence[int],
-    cache_length: int,
+    caches: GenerationCaches,
 ) -> tuple[GraphRound, Callable[[], GraphDrafter] | None]:
     """What plays the rounds of a generation, and what makes its drafter, once; None without a draft model.
 
@@ -88,7 +89,7 @@ def graph_rounds(
     model, draft_inputs = cast(OrtModel, draft), inputs(draft_sampler.params)
 
     def new_drafter() -> GraphDrafter:
-        cache = model.new_cache(min(model.max_length, cache_length))
+        cache = cast(OrtKVCache, caches.new(model))
         return GraphDrafter(model, cache, draft_sampler, graphs, draft_inputs)
 
     return play, new_drafter

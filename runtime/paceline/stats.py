@@ -25,6 +25,7 @@ class Stats:
         decode_s: seconds inside the generator after that; what the consumer does between steps does not count.
         target_s: the part of `decode_s` in the target model's own runs.
         draft_s: the part of `decode_s` in the draft model's own runs.
+        cached_tokens: tokens of the prompt that a prefix cache knew: the target's pass over the prompt left them out.
     """
 
     prompt_tokens: int
@@ -37,6 +38,7 @@ class Stats:
     decode_s: float = 0.0
     target_s: float = 0.0
     draft_s: float = 0.0
+    cached_tokens: int = 0
 
     @property
     def proposed(self) -> int:
@@ -95,7 +97,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """The figures that commands and servers print; None where a figure is not defined."""
         names = (
-            "prompt_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency prefill_s decode_s "
+            "prompt_tokens cached_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency prefill_s decode_s "
             "ms_per_token target_s draft_s overhead_s"
         )
         return {name: getattr(self, name) for name in names.split()}

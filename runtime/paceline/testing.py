@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from .constraint import Constraint, ConstraintMasks
 from .drafters import CheckedDrafter, Drafter, DraftModelDrafter
 from .errors import InvalidInputError
-from .kv_cache import KVCache
+from .kv_cache import KVCache, SavedKV
 from .model import CausalLM
 from .planner import Planner
 from .rounds import play_round
@@ -48,6 +48,15 @@ class TableCache(KVCache):
         """Keep only the first `length` positions."""
         super().rollback(length)
         del self.tokens[length:]
+
+    def save(self) -> SavedKV:
+        """Give away the tokens."""
+        return SavedKV(tuple(self.tokens), len(self.tokens))
+
+    def restore(self, saved: SavedKV, length: int) -> None:
+        """Begin with the first `length` tokens that another cache held."""
+        self.tokens = list(saved.state[:length])
+        self.advance(length)
 
 
 class TableModel:

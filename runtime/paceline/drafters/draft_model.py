@@ -36,11 +36,11 @@ class DraftModelDrafter:
         logit_ids: NDArray[np.int64] | None = None,
         planner: Planner | None = None,
     ) -> None:
-        """Draft with `model`, whose `cache` is empty, over the ids `0 … vocab_size - 1`.
+        """Draft with `model` over the ids `0 … vocab_size - 1`.
 
         Args:
             model: the draft model. Ids it has no logit for are never drafted.
-            cache: the draft model's.
+            cache: the draft model's; it holds nothing, or a beginning of the prompt.
             sampler: how draft tokens are drawn; it may differ from the target's without touching the law.
             vocab_size: size of the common vocabulary.
             logit_ids: `[width]`, the id that each logit stands for, each at most once; None where the i-th logit
@@ -76,8 +76,9 @@ class DraftModelDrafter:
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Feed the prompt, if it fits."""
-        if len(tokens) <= self._cache.room and self._knows(tokens):
-            self._model.forward(tokens, self._cache, 1)
+        feed = tokens[self._cache.length :]  # the cache may hold a beginning of the prompt already
+        if len(feed) <= self._cache.room and self._knows(tokens):
+            self._model.forward(feed, self._cache, 1)
 
     def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
         """Draw up to `num_draft_tokens` tokens behind `tokens`, none behind an end token."""
