@@ -32,10 +32,10 @@ class PrefixCache:
     Entries never change: a generation copies the positions that its prompt shares with one of them, which costs
     thousands of times less than computing them. Any number of generations and threads may share one.
 
-    Keys and values that were computed one row at a time may differ in their last bits from those of a prefill. Where the
-    two best logits are nearly equal, a text may therefore part from the one that a fresh cache gives, as plain and
-    speculative decoding may; and a seed may give another text of the same law, since the draft's probabilities differ in
-    their last bits, too.
+    Keys and values that were computed one row at a time may differ in their last bits from those of a prefill. Where
+    the two best logits are nearly equal, a text may therefore part from the one that a fresh cache gives, as plain and
+    speculative decoding may; and a seed may give another text of the same law, since the draft's probabilities differ
+    in their last bits, too.
     """
 
     def __init__(self, max_bytes: int) -> None:
