@@ -97,8 +97,8 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """The figures that commands and servers print; None where a figure is not defined."""
         names = (
-            "prompt_tokens cached_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency prefill_s "
-            "decode_s ms_per_token target_s draft_s overhead_s"
+            "prompt_tokens cached_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency "
+            "prefill_s decode_s ms_per_token target_s draft_s overhead_s"
         )
         return {name: getattr(self, name) for name in names.split()}
 
