@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .constraint import Constraint, ConstraintMasks
+from .costs import Costs, CostsByLength
 from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
-from .planner import ASSUMED_COSTS, Costs, Planner
+from .planner import Planner
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
 from .sampling import SamplingParams
@@ -45,7 +46,8 @@ class SpeculativeDecoder:
             decoding as well.
         eos_token_ids: ids that end a text.
         graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
-        costs: of the models' runs, which drafts are planned by; None measures them in each generation's first rounds.
+        costs: of the models' runs, which drafts are planned by, maybe by length of the cache; None measures them in each
+            generation's first rounds. `paceline.load` takes them from the profile that `paceline tune` stored.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
@@ -57,7 +59,7 @@ class SpeculativeDecoder:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     graphs: SamplerGraphs | None = None
-    costs: Costs | None = None
+    costs: Costs | CostsByLength | None = None
 
     def __post_init__(self) -> None:
         for name, model in (("target", self.target), ("draft", self.draft)):
@@ -182,8 +184,11 @@ class SpeculativeDecoder:
             raise InvalidInputError(f"draft_sampling: {error}" if draft_sampling else str(error)) from error
         planner = None
         if planned:
-            costs = self.costs or (None if sampling.seed is None else ASSUMED_COSTS)
-            planner = Planner(costs=costs, asks=drafter in (None, "draft-model", "hybrid"))
+            planner = Planner(
+                costs=self.costs,
+                asks=drafter in (None, "draft-model", "hybrid"),
+                repeatable=sampling.seed is not None,
+            )
         play: PlayRound = play_round
         new_drafter = self._new_drafter(drafter, draft_sampler, cache_length, planner)
         if self.graphs is not None:

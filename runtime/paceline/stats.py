@@ -25,6 +25,10 @@ class Stats:
         decode_s: seconds inside the generator after that; what the consumer does between steps does not count.
         target_s: the part of `decode_s` in the target model's own runs.
         draft_s: the part of `decode_s` in the draft model's own runs.
+        predicted_speedup: what the planner expected of its rounds over plain decoding; its formula stands at
+            `paceline.planner.Planner.predicted_speedup`. None where nothing was planned.
+        costs_from: what the plans rested on: "measured", "assumed", "given", or a profile's name and time; None where
+            nothing was planned.
     """
 
     prompt_tokens: int
@@ -37,6 +41,8 @@ class Stats:
     decode_s: float = 0.0
     target_s: float = 0.0
     draft_s: float = 0.0
+    predicted_speedup: float | None = None
+    costs_from: str | None = None
 
     @property
     def proposed(self) -> int:
@@ -96,7 +102,7 @@ class Stats:
         """The figures that commands and servers print; None where a figure is not defined."""
         names = (
             "prompt_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency prefill_s decode_s "
-            "ms_per_token target_s draft_s overhead_s"
+            "ms_per_token target_s draft_s overhead_s predicted_speedup costs_from"
         )
         return {name: getattr(self, name) for name in names.split()}
 

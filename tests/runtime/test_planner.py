@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from paceline.costs import CostMeter, Costs
 from paceline.errors import InvalidInputError
-from paceline.planner import CostMeter, Costs, Planner
+from paceline.planner import Planner
 from paceline.theory import speedup
 
 # The int4 Qwen pair on two cores: rows cost.
