@@ -46,8 +46,8 @@ class SpeculativeDecoder:
             decoding as well.
         eos_token_ids: ids that end a text.
         graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
-        costs: of the models' runs, which drafts are planned by, maybe by length of the cache; None measures them in each
-            generation's first rounds. `paceline.load` takes them from the profile that `paceline tune` stored.
+        costs: of the models' runs, which drafts are planned by; None measures them in each generation's first rounds.
+            `paceline.load` takes them from the profile that `paceline tune` stored.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .bundle import Bundle
+from .cost_profile import check_profile, find_costs, setup_of
 from .decoder import SpeculativeDecoder
 from .errors import InvalidInputError, shown
 from .tokenizer import Tokenizer
@@ -13,7 +14,12 @@ __all__ = ["load"]
 
 
 def load(
-    path: str | Path, *, threads: int | None = None, provider: str = "cpu", sampler: str = "numpy"
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    provider: str = "cpu",
+    sampler: str = "numpy",
+    profile: str | Path | None = "auto",
 ) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
@@ -22,11 +28,16 @@ def load(
         threads: threads that both models share; None leaves the number to the runtime.
         provider: what runs the models, by its name in the providers' table.
         sampler: "numpy", or "graph" for the bundle's own graphs, which leave the logits where the models wrote them.
+        profile: costs that drafts are planned by. "auto" takes the profile that `paceline tune` stored for this bundle,
+            machine, number of threads and version of ONNX Runtime, if there is one; one that does not fit is passed
+            over with a warning. A path names the profile, which must fit. None plans without: then a seed gives the
+            same text whether or not someone has tuned.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format.
         InstallationError: ONNX Runtime is missing, or installed twice.
-        InvalidInputError: an unknown provider or sampler, or a bad number of threads.
+        InvalidInputError: an unknown provider or sampler, a bad number of threads, or a profile that is no path.
+        ProfileError: the profile that `profile` names is missing, damaged, or of another setup.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .ort import OrtModel
@@ -36,9 +47,11 @@ def load(
         raise InvalidInputError(f"path must be the folder of a bundle, got {shown(path)}.")
     if not isinstance(sampler, str) or sampler not in ("numpy", "graph"):
         raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {shown(sampler)}.")
+    profile = check_profile(profile)
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
     draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
-    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs)
+    costs = None if profile is None else find_costs(setup_of(bundle, provider), profile)
+    return SpeculativeDecoder(target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs, costs)

@@ -80,6 +80,7 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "regex": None,
         "logprobs": None,
         "threads": 2,
+        "profile": "auto",
     }
 
 
