@@ -15,7 +15,6 @@ from typing import Any
 import click
 import numpy as np
 
-import paceline
 from paceline import Bundle
 from paceline.cost_profile import PROFILE_FORMAT, CostProfile, default_folder, setup_of
 from paceline.costs import Costs
@@ -96,11 +95,12 @@ def command(
     of threads and version of ONNX Runtime.
     """
     bundle = Bundle.open(folder)
-    decoder = paceline.load(folder, threads=threads, profile=None)
     lengths = _checked_lengths(bundle, lengths)
+    target = OrtModel.open(bundle, "target", threads=threads)
+    draft = OrtModel.open(bundle, "draft", threads=threads) if bundle.manifest.draft else None
     started = time.perf_counter()
     with stages() as on_progress:
-        times = measure(decoder.target, decoder.draft, lengths, repeats, on_progress)
+        times = measure(target, draft, lengths, repeats, on_progress)
     setup = setup_of(bundle)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
     spreads = {kind: _spread(values) for kind, values in times.items()}
@@ -109,7 +109,7 @@ def command(
         return tuple(tuple(figures["target", rows, length] for rows in ROWS) for length in lengths)
 
     def steps(figures: dict[Kind, float]) -> tuple[float, ...] | None:
-        return None if decoder.draft is None else tuple(figures["draft", 1, length] for length in lengths)
+        return None if draft is None else tuple(figures["draft", 1, length] for length in lengths)
 
     profile = CostProfile(
         PROFILE_FORMAT,
@@ -133,8 +133,8 @@ def command(
 
 
 def measure(
-    target: object,
-    draft: object,
+    target: OrtModel,
+    draft: OrtModel | None,
     lengths: Sequence[int],
     repeats: int,
     on_progress: Callable[[str, float], None] = lambda stage, fraction: None,
@@ -149,7 +149,7 @@ def measure(
     on_progress("fill the KV caches", 0.0)
     models: dict[str, tuple[OrtModel, OrtKVCache]] = {}
     for name, model in (("target", target), ("draft", draft)):
-        if isinstance(model, OrtModel):
+        if model is not None:
             cache = model.new_cache(longest + len(ROWS))
             cache.pretend(longest, rng)
             models[name] = model, cache
