@@ -13,6 +13,8 @@ __all__ = ["ASSUMED_COSTS", "Average", "CostMeter", "Costs", "CostsByLength"]
 
 # Of a pass of one row, while no pass of several rows has been seen.
 _ASSUMED_ROW = 0.2
+# The line through all passes counts as so many passes of each number of rows.
+_LINE_WEIGHT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class CostMeter:
 
     @property
     def costs(self) -> Costs | None:
-        """What is known: a straight line through the passes seen; None before the first."""
+        """What is known: the passes seen, and the straight line through them; None before the first."""
         return self._costs
 
     def _fit(self) -> Costs:
@@ -135,7 +137,15 @@ class CostMeter:
         first = max(first, 0.2 * min(one.mean for one in self._passes.values()), 1e-9)
         slope = max(slope, 0.0)
         draft_step = self._draft_steps.mean if self._draft_steps.weight else 0.3 * first
-        return Costs(draft_step, tuple(first + slope * more for more in range(8)))
+        # Kernels work in tiles, so rows may cost in steps: what was seen of a number of rows pulls it off the line.
+        passes, most = [], 0.0
+        for rows in range(1, max(*self._passes, 8) + 1):
+            line, seen = first + slope * (rows - 1), self._passes.get(rows)
+            if seen:
+                line = (seen.weight * seen.mean + _LINE_WEIGHT * line) / (seen.weight + _LINE_WEIGHT)
+            most = max(most, line)
+            passes.append(most)
+        return Costs(draft_step, tuple(passes))
 
 
 class Average:

@@ -23,17 +23,17 @@ from .theory import tokens_per_round
 
 __all__ = ["MOST_DRAFT_TOKENS", "Planner"]
 
-# Sixteen rows in the target's pass: a tile of tensor cores; simulated, longer drafts bring nothing below 98 % acceptance.
+# With it the target's pass has 16 rows, a tile of tensor cores. Longer drafts pay where 98 % stand and rows are free.
 MOST_DRAFT_TOKENS = 15
-# Tokens that a round drafts while nothing is known of the costs.
-_BLIND = 3
+# Tokens that a round drafts while nothing is known of the costs: few, so that a later round shows what rows cost.
+_BLIND = 1
 # Bounds of the classes of match lengths that the acceptance of copies is learned for, and its first guesses.
 _MATCHES = (3, 5, 9, 17)
 _COPY_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9)
 # Bounds of the classes of confidence that acceptance is learned for.
 _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
-_PRIOR_WEIGHT = 3.0
+_PRIOR_WEIGHT = 5.0
 _PRIOR_ACCEPTANCE = 0.75
 # What a judged token counts after the next was judged: a memory of some 200 for the classes, of 30 for the text.
 _CLASS_MEMORY = 0.995
@@ -237,13 +237,25 @@ class Planner:
         return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
     def _worth(self, survival: float, *, steps: int) -> bool:
-        """Whether a token that stands with this probability is worth its row and `steps` draft steps."""
+        """Whether a token that stands with this probability is worth its row and `steps` draft steps.
+
+        Where rows cost in steps, as kernels that work in tiles have it, it may be worth them together with tokens that
+        come behind it, each of which is taken to stand as often as the text's do.
+        """
         costs = self._costs
         if costs is None:
             return len(self._confidences) < _BLIND
+        rate, acceptance = self._rate(costs), self._text.mean
         rows = len(self._confidences) + 1
-        price = steps * costs.draft_step + costs.target(rows + 1) - costs.target(rows)
-        return survival > self._rate(costs) * price
+        price = steps * costs.draft_step - costs.target(rows)
+        gain = 0.0
+        for all_rows in range(rows + 1, self._most + 2):
+            gain += survival
+            if gain > rate * (price + costs.target(all_rows)):
+                return True
+            survival *= acceptance
+            price += costs.draft_step
+        return False
 
 
 def _classes(priors: Iterable[float]) -> list[Average]:
