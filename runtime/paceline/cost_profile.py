@@ -114,7 +114,7 @@ class CostProfile:
         return self._by_length(f"profile {self.setup.file_name}, measured {self.measured_at}")
 
     def _by_length(self, origin: str) -> CostsByLength:
-        steps = self.draft_step or (0.0,) * len(self.lengths)
+        steps = (0.0,) * len(self.lengths) if self.draft_step is None else self.draft_step
         costs = tuple(Costs(step, _not_falling(times)) for step, times in zip(steps, self.target_pass, strict=True))
         return CostsByLength(self.lengths, costs, origin)
 
@@ -149,11 +149,17 @@ class CostProfile:
 
 
 def default_folder() -> Path:
-    """Where profiles are kept: the user's cache folder for paceline."""
+    """Where profiles are kept: the user's cache folder for paceline.
+
+    Raises:
+        ProfileError: nothing says where the user's home is.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The standard has relative paths ignored (XDG Base Directory Specification).
-    cache = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return cache / "paceline" / "profiles"
+    cache = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):
+        raise ProfileError("There is no home folder to keep profiles in; set XDG_CACHE_HOME, or name the profile.")
+    return Path(cache, "paceline", "profiles")
 
 
 def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
@@ -193,11 +199,14 @@ def find_costs(setup: Setup, profile: str | Path) -> CostsByLength | None:
     Raises:
         ProfileError: the named file is missing, damaged, or of another setup.
     """
-    path = default_folder() / setup.file_name if profile == "auto" else Path(profile)
     try:
-        if profile == "auto" and not path.exists():
-            _warn_of_others(setup, path)
-            return None
+        path = default_folder() / setup.file_name if profile == "auto" else Path(profile)
+    except ProfileError:  # a service without a home has no profiles
+        return None
+    if profile == "auto" and not os.path.exists(path):
+        _warn_of_others(setup, path)
+        return None
+    try:
         found = CostProfile.read(path)
         if found.setup != setup:
             raise ProfileError(

@@ -15,6 +15,8 @@ __all__ = ["ASSUMED_COSTS", "Average", "CostMeter", "Costs", "CostsByLength"]
 _ASSUMED_ROW = 0.2
 # The line through all passes counts as so many passes of each number of rows.
 _LINE_WEIGHT = 3.0
+# Forced tokens may make a pass of any number of rows; the line alone says what those take.
+_MOST_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class CostMeter:
         draft_step = self._draft_steps.mean if self._draft_steps.weight else 0.3 * first
         # Kernels work in tiles, so rows may cost in steps: what was seen of a number of rows pulls it off the line.
         passes, most = [], 0.0
-        for rows in range(1, max(*self._passes, 8) + 1):
+        for rows in range(1, min(max(*self._passes, 8), _MOST_ROWS) + 1):
             line, seen = first + slope * (rows - 1), self._passes.get(rows)
             if seen:
                 line = (seen.weight * seen.mean + _LINE_WEIGHT * line) / (seen.weight + _LINE_WEIGHT)

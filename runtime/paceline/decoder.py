@@ -187,6 +187,7 @@ class SpeculativeDecoder:
             planner = Planner(
                 costs=self.costs,
                 asks=drafter in (None, "draft-model", "hybrid"),
+                copies=drafter == "prompt-lookup",
                 repeatable=sampling.seed is not None,
             )
         play: PlayRound = play_round

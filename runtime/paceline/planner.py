@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 from .costs import ASSUMED_COSTS, Average, CostMeter, Costs, CostsByLength
@@ -61,6 +62,7 @@ class Planner:
         costs: Costs | CostsByLength | None = None,
         *,
         asks: bool = True,
+        copies: bool = False,
         repeatable: bool = False,
     ) -> None:
         """Draft at most `most` tokens a round.
@@ -69,17 +71,19 @@ class Planner:
             most: at least 1.
             costs: what runs of the models take; None measures it, or assumes it where plans must be `repeatable`.
             asks: whether the drafter asks for each token.
+            copies: whether the drafter has no model, so that its steps cost nothing.
             repeatable: keep the clock out of the plans.
         """
         self._most = most
         self._given = costs
         self._asks = asks
+        self._copies_alone = copies
         self._meter = CostMeter()
         self.costs_from = ("assumed" if repeatable else "measured") if costs is None else "given"
         if isinstance(costs, CostsByLength):
             self.costs_from = costs.origin
         # What plans rest on; the meter's follow it from round to round.
-        self._costs: Costs | None = costs.at(0) if costs else ASSUMED_COSTS if repeatable else None
+        self._costs = self._of_drafter(costs.at(0) if costs else ASSUMED_COSTS if repeatable else None)
         self._costs_length = 0
         self._classes = _classes([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
         self._copies = _classes(_COPY_PRIORS)
@@ -122,7 +126,7 @@ class Planner:
         rounds = self._passes.total()
         if not rounds:
             return None
-        costs = self._given.at(self._lengths // rounds) if self._given else self._meter.costs
+        costs = self._of_drafter(self._given.at(self._lengths // rounds) if self._given else self._meter.costs)
         if costs is None:
             return None
         seconds = self._all_steps * costs.draft_step
@@ -134,7 +138,7 @@ class Planner:
         self._start_round()
         self._lengths += length
         if self._given and abs(length - self._costs_length) >= _SAME_LENGTH:
-            self._costs, self._costs_length = self._given.at(length), length
+            self._costs, self._costs_length = self._of_drafter(self._given.at(length)), length
         if self._asks:
             return self._most
         self._acceptance = self._text.mean
@@ -197,13 +201,17 @@ class Planner:
         if not self._given:
             self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
             if self.costs_from == "measured":
-                self._costs = self._meter.costs
+                self._costs = self._of_drafter(self._meter.costs)
         self._all_steps += steps
         self._passes[num_proposed + 1] += 1
         self._expected += self._expected_tokens(num_proposed)
         if (costs := self._costs) and self._copied is None:
             self._tokens.add(num_accepted + 1, 1)
             self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
+
+    def _of_drafter(self, costs: Costs | None) -> Costs | None:
+        """Costs as this drafter has them: those of a draft model are nothing to copies."""
+        return replace(costs, draft_step=0.0) if costs and self._copies_alone else costs
 
     def _expected_tokens(self, num_proposed: int) -> float:
         """Tokens that the round was expected to bring, by what was known before its tokens were judged."""

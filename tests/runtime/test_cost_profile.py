@@ -124,6 +124,7 @@ def changed(**changes: Any) -> str:
         (changed(target_pass=[[0.01, float("nan")], [0.02, 0.03]]), "its times cannot be"),
         (changed(target_pass=[[0.01, "x"], [0.02, 0.03]]), r"target_pass\[0\]\[1\] should be of type float"),
         (changed(draft_step=[0.1]), "its times cannot be"),
+        (changed(draft_step=[]), "its times cannot be"),
     ],
 )
 def test_a_damaged_profile_is_passed_over_or_refused(
@@ -168,6 +169,14 @@ def test_the_folder_is_the_users_where_the_variable_says_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     assert default_folder() == Path(expected).expanduser() / "paceline" / "profiles"
+
+
+def test_a_service_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does where no home is known
+    assert find_costs(SETUP, "auto") is None
+    with pytest.raises(ProfileError, match="set XDG_CACHE_HOME"):
+        default_folder()
 
 
 def test_the_processor_has_a_name() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paceline.costs import ASSUMED_COSTS, CostMeter, Costs
+from paceline.costs import ASSUMED_COSTS, CostMeter, Costs, CostsByLength
 from paceline.errors import InvalidInputError
 from paceline.planner import MOST_DRAFT_TOKENS, Planner
 from paceline.theory import best_num_draft_tokens, tokens_per_round
@@ -172,6 +172,18 @@ def test_a_seed_plans_by_assumed_costs_and_predicts_by_the_clock() -> None:
     assert planner.costs_from == "assumed"
     assert planner.costs is ASSUMED_COSTS
     assert planner.predicted_speedup == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize("costs", [Costs(9.0, CPU.target_pass), CostsByLength((1,), (CPU,)), None])
+def test_steps_of_a_draft_model_are_nothing_to_copies_alone(costs: Costs | CostsByLength | None) -> None:
+    planner = Planner(costs=costs, asks=False, copies=True, repeatable=True)
+    assert planner.costs is not None
+    assert planner.costs.draft_step == 0
+    count = planner.begin(100)
+    assert count > 0
+    planner.end(count, count, rows=count + 1, target_s=0.1, draft_s=0.0)
+    assert planner.begin(1000) >= count
+    assert planner.costs.draft_step == 0
 
 
 def test_copies_are_predicted_for() -> None:
