@@ -17,6 +17,14 @@ from paceline.errors import PacelineError
 CACHE = Path(__file__).parent.parent / ".cache"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_profiles_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep profiles that `paceline tune` stored for whoever runs the tests out of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+        yield
+
+
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Keep parallel test runs from making the same thing twice."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .constraint import Constraint, ConstraintMasks
+from .costs import Costs, CostsByLength
 from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
-from .planner import ASSUMED_COSTS, Costs, Planner
+from .planner import Planner
 from .prefix_cache import GenerationCaches, PrefixCache
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
@@ -47,6 +48,7 @@ class SpeculativeDecoder:
         eos_token_ids: ids that end a text.
         graphs: sample and verify with these graphs instead of numpy; both models must be ONNX Runtime's.
         costs: of the models' runs, which drafts are planned by; None measures them in each generation's first rounds.
+            `paceline.load` takes them from the profile that `paceline tune` stored.
         prefixes: keeps keys and values of finished texts, so that a prompt that begins like one of them skips that
             part of its prefill; None keeps nothing.
 
@@ -60,7 +62,7 @@ class SpeculativeDecoder:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     graphs: SamplerGraphs | None = None
-    costs: Costs | None = None
+    costs: Costs | CostsByLength | None = None
     prefixes: PrefixCache | None = None
 
     def __post_init__(self) -> None:
@@ -186,8 +188,12 @@ class SpeculativeDecoder:
             raise InvalidInputError(f"draft_sampling: {error}" if draft_sampling else str(error)) from error
         planner = None
         if planned:
-            costs = self.costs or (None if sampling.seed is None else ASSUMED_COSTS)
-            planner = Planner(costs=costs, asks=drafter in (None, "draft-model", "hybrid"))
+            planner = Planner(
+                costs=self.costs,
+                asks=drafter in (None, "draft-model", "hybrid"),
+                copies=drafter == "prompt-lookup",
+                repeatable=sampling.seed is not None,
+            )
         play: PlayRound = play_round
         caches = GenerationCaches(prompt_ids, cache_length, self.prefixes)
         new_drafter = self._new_drafter(drafter, draft_sampler, caches, planner)

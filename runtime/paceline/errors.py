@@ -11,7 +11,8 @@ PacelineError
 ├── IncompatiblePairError     a draft model that cannot serve this target
 ├── InstallationError         a package that is missing, or two that exclude each other
 ├── ModelOutputError          logits that define no distribution (NaN, or nothing but minus infinity)
-└── ParityError               an exported graph that differs from its source beyond tolerance
+├── ParityError               an exported graph that differs from its source beyond tolerance
+└── ProfileError              a profile of costs that is missing, damaged, or of another setup
 ```
 
 A message says what was given, what is expected, and how to mend it.
@@ -31,6 +32,7 @@ __all__ = [
     "NoTokenLeftError",
     "PacelineError",
     "ParityError",
+    "ProfileError",
 ]
 
 
@@ -76,6 +78,10 @@ class ModelOutputError(PacelineError):
 
 class ParityError(PacelineError):
     """An exported graph differs from its source beyond the tolerance of its precision."""
+
+
+class ProfileError(PacelineError):
+    """A profile of costs is missing, damaged, or was measured in another setup."""
 
 
 def shown(value: object) -> str:

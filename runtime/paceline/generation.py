@@ -92,8 +92,11 @@ class Generation(Iterator[Step]):
 
     @property
     def stats(self) -> Stats:
-        """Counters and timings up to the last step."""
-        return self._stats
+        """Counters and timings up to the last step, and what the planner expected of them."""
+        if self._planner is None:
+            return self._stats
+        planner = self._planner
+        return replace(self._stats, predicted_speedup=planner.predicted_speedup, costs_from=planner.costs_from)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -175,7 +178,7 @@ class Generation(Iterator[Step]):
             started = time.perf_counter()
             position = len(tokens)
             spent = cache.seconds, drafter.seconds if drafter else 0.0
-            num_draft_tokens = self._planner.begin() if self._planner else self._num_draft_tokens
+            num_draft_tokens = self._planner.begin(position) if self._planner else self._num_draft_tokens
             played = self._play(tokens, num_draft_tokens, cache, drafter)
             if self._planner and drafter:
                 self._planner.end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .bundle import Bundle
+from .cost_profile import check_profile, find_costs, setup_of
 from .decoder import SpeculativeDecoder
 from .errors import InvalidInputError, shown
 from .prefix_cache import PrefixCache
@@ -21,6 +22,7 @@ def load(
     sampler: str = "numpy",
     prefix_cache_bytes: int = 0,
     huge_pages: bool = True,
+    profile: str | Path | None = "auto",
 ) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
@@ -33,11 +35,17 @@ def load(
             as the next turn of a chat, skips that part of its prefill. 0 keeps none; see `paceline.PrefixCache`.
         huge_pages: let the weights lie in huge pages where Linux has them to ask for, which makes steps faster. While
             the models are loaded, settings of the process's malloc are changed; False leaves them alone.
+        profile: costs that drafts are planned by. "auto" takes the profile that `paceline tune` stored for this bundle,
+            machine, number of threads and version of ONNX Runtime, if there is one; one that does not fit is passed
+            over with a warning. A path names the profile, which must fit. None plans without: then a seed gives the
+            same text whether or not someone has tuned.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format.
         InstallationError: ONNX Runtime is missing, or installed twice.
-        InvalidInputError: an unknown provider or sampler, or a bad number of threads or bytes.
+        InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, or a profile that is no
+            path.
+        ProfileError: the profile that `profile` names is missing, damaged, or of another setup.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .huge_pages import huge_pages as in_huge_pages
@@ -52,6 +60,7 @@ def load(
         raise InvalidInputError(
             f"prefix_cache_bytes must be an integer of at least 0, got {shown(prefix_cache_bytes)}."
         )
+    profile = check_profile(profile)
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     weights = sum(entry.size for name, entry in bundle.manifest.files.items() if name.endswith(".data"))
@@ -60,6 +69,7 @@ def load(
         draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
     prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+    costs = None if profile is None else find_costs(setup_of(bundle, provider), profile)
     return SpeculativeDecoder(
-        target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs, prefixes=prefixes
+        target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs, costs, prefixes
     )

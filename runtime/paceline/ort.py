@@ -106,6 +106,13 @@ class OrtKVCache(KVCache):
             mine[:, :, :length] = other[:, :, :length]
         self.advance(length)
 
+    def pretend(self, length: int, rng: np.random.Generator) -> None:
+        """Become as if `length` positions had been fed, with arbitrary keys and values: to measure times alone."""
+        for buffer in self.buffers:
+            buffer[:, :, :length] = rng.standard_normal((*buffer.shape[1:2], length, buffer.shape[3]), np.float32)
+        self.rollback(0)
+        self.advance(length)
+
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
@@ -265,6 +272,11 @@ def open_session(
     if row.name not in session.get_providers():
         raise InstallationError(f"{row.name} did not start; ONNX Runtime fell back to {session.get_providers()}.")
     return session
+
+
+def pool_threads() -> int:
+    """Threads of the pool that the models of this process share; 0 is one per physical core."""
+    return _pool_threads or 0
 
 
 def import_onnxruntime() -> Any:

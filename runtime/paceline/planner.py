@@ -13,27 +13,28 @@ and when its distribution is known, before it is drawn, the draft step is paid a
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
-from .errors import InvalidInputError
+from .costs import ASSUMED_COSTS, Average, CostMeter, Costs, CostsByLength
 from .theory import tokens_per_round
 
-__all__ = ["ASSUMED_COSTS", "MOST_DRAFT_TOKENS", "CostMeter", "Costs", "Planner"]
+__all__ = ["MOST_DRAFT_TOKENS", "Planner"]
 
-MOST_DRAFT_TOKENS = 12
-# Tokens that a round drafts while nothing is known of the costs.
-_BLIND = 3
+# With it the target's pass has 16 rows, a tile of tensor cores. Longer drafts pay where 98 % stand and rows are free.
+MOST_DRAFT_TOKENS = 15
+# Tokens that a round drafts while nothing is known of the costs: few, so that a later round shows what rows cost.
+_BLIND = 1
 # Bounds of the classes of match lengths that the acceptance of copies is learned for, and its first guesses.
 _MATCHES = (3, 5, 9, 17)
 _COPY_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9)
 # Bounds of the classes of confidence that acceptance is learned for.
 _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
-_PRIOR_WEIGHT = 3.0
+_PRIOR_WEIGHT = 5.0
 _PRIOR_ACCEPTANCE = 0.75
 # What a judged token counts after the next was judged: a memory of some 200 for the classes, of 30 for the text.
 _CLASS_MEMORY = 0.995
@@ -43,132 +44,107 @@ _RATE_MEMORY = 0.9
 _PATIENCE = 0.9
 # Plain rounds before a drafted token shows whether drafting pays again; doubled each time that it does not.
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
-# Of a pass of one row, while no pass of several rows has been seen.
-_ASSUMED_ROW = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds that runs of the models take.
-
-    Attributes:
-        draft_step: of the draft model, one row.
-        target_pass: of the target, with 1, 2, … rows; beyond, the last step goes on.
-
-    Raises:
-        InvalidInputError: no pass, or a time that is not above 0.
-    """
-
-    draft_step: float
-    target_pass: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.target_pass or not all(0 < seconds < math.inf for seconds in self.target_pass):
-            raise InvalidInputError(f"target_pass must be seconds above 0 for 1, 2, … rows, got {self.target_pass!r}.")
-        if not 0 <= self.draft_step < math.inf:
-            raise InvalidInputError(f"draft_step must be seconds of at least 0, got {self.draft_step!r}.")
-
-    def target(self, rows: int) -> float:
-        """Seconds of a target pass of `rows` rows."""
-        known = self.target_pass
-        if rows <= len(known):
-            return known[rows - 1]
-        slope = (known[-1] - known[0]) / (len(known) - 1) if len(known) > 1 else _ASSUMED_ROW * known[0]
-        return known[-1] + slope * (rows - len(known))
-
-
-# Where plans must not depend on the clock: a 0.5B and a 1.5B model in int4 on two cores, in target passes of one row.
-ASSUMED_COSTS = Costs(0.3, (1.0, 1.2, 1.45, 1.7, 1.95))
-
-
-class CostMeter:
-    """Learns `Costs` from the runs of a generation."""
-
-    def __init__(self) -> None:
-        self._draft_steps = _Average(0.9)
-        self._passes: dict[int, _Average] = {}
-        self._costs: Costs | None = None
-
-    def observe(self, *, rows: int, target_s: float, draft_steps: int, draft_s: float) -> None:
-        """Take in a round: its target pass of `rows` rows, and its draft steps, by their seconds."""
-        self._passes.setdefault(rows, _Average(0.9)).add(target_s, 1)
-        if draft_steps:
-            self._draft_steps.add(draft_s, draft_steps)
-        self._costs = self._fit()  # once a round: plans ask for it at every token
-
-    @property
-    def costs(self) -> Costs | None:
-        """What is known: a straight line through the passes seen; None before the first."""
-        return self._costs
-
-    def _fit(self) -> Costs:
-        # Least squares by hand, weighted by how much was seen: numpy's takes a third of a millisecond.
-        total = sum(one.weight for one in self._passes.values())
-        mean_more = sum(one.weight * (rows - 1) for rows, one in self._passes.items()) / total
-        mean = sum(one.weight * one.mean for one in self._passes.values()) / total
-        spread = sum(one.weight * (rows - 1 - mean_more) ** 2 for rows, one in self._passes.items())
-        if spread > 0:
-            slope = (
-                sum(one.weight * (rows - 1 - mean_more) * (one.mean - mean) for rows, one in self._passes.items())
-                / spread
-            )
-            first = mean - slope * mean_more
-        else:
-            first = mean / (1 + _ASSUMED_ROW * mean_more)
-            slope = _ASSUMED_ROW * first
-        # The clock wobbles; a row takes some time, and a pass of one row is most of a pass. A model may not tell any.
-        first = max(first, 0.2 * min(one.mean for one in self._passes.values()), 1e-9)
-        slope = max(slope, 0.0)
-        draft_step = self._draft_steps.mean if self._draft_steps.weight else 0.3 * first
-        return Costs(draft_step, tuple(first + slope * more for more in range(8)))
+# Costs are looked up anew when the text has grown by so many tokens.
+_SAME_LENGTH = 64
 
 
 class Planner:
     """Plans the rounds of one generation.
 
     A drafter that asks before each step and each draw gets an answer for the token at hand; for any other, `begin`
-    says how many tokens to draft. With `costs` given, plans depend on the text alone; else the first rounds measure,
-    and the clock has a say.
+    says how many tokens to draft. With `costs` given, or `repeatable`, plans depend on the text alone; else the first
+    rounds measure, and the clock has a say.
     """
 
-    def __init__(self, most: int = MOST_DRAFT_TOKENS, costs: Costs | None = None, *, asks: bool = True) -> None:
-        """Draft at most `most` tokens a round; `asks` says whether the drafter asks for each."""
+    def __init__(
+        self,
+        most: int = MOST_DRAFT_TOKENS,
+        costs: Costs | CostsByLength | None = None,
+        *,
+        asks: bool = True,
+        copies: bool = False,
+        repeatable: bool = False,
+    ) -> None:
+        """Draft at most `most` tokens a round.
+
+        Args:
+            most: at least 1.
+            costs: what runs of the models take; None measures it, or assumes it where plans must be `repeatable`.
+            asks: whether the drafter asks for each token.
+            copies: whether the drafter has no model, so that its steps cost nothing.
+            repeatable: keep the clock out of the plans.
+        """
         self._most = most
         self._given = costs
         self._asks = asks
+        self._copies_alone = copies
         self._meter = CostMeter()
+        self.costs_from = ("assumed" if repeatable else "measured") if costs is None else "given"
+        if isinstance(costs, CostsByLength):
+            self.costs_from = costs.origin
+        # What plans rest on; the meter's follow it from round to round.
+        self._costs = self._of_drafter(costs.at(0) if costs else ASSUMED_COSTS if repeatable else None)
+        self._costs_length = 0
         self._classes = _classes([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
         self._copies = _classes(_COPY_PRIORS)
-        self._text = _Average(_TEXT_MEMORY)
+        self._text = Average(_TEXT_MEMORY)
         self._text.add(_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT)
-        self._tokens, self._seconds = _Average(_RATE_MEMORY), _Average(_RATE_MEMORY)
+        self._tokens, self._seconds = Average(_RATE_MEMORY), Average(_RATE_MEMORY)
         self._pause, self._paused = _FIRST_PAUSE, 0
+        # For the predicted speedup: tokens that the rounds were expected to bring, their runs, and the text's length.
+        self._expected = 0.0
+        self._all_steps = 0
+        self._passes: Counter[int] = Counter()
+        self._lengths = 0
         self._start_round()
 
     def _start_round(self) -> None:
         self._probing = False
         self._survival = 1.0
+        self._survivals: list[float] = []  # probability that all drafted tokens up to each stand
         self._confidences: list[float] = []
         self._steps = 0
         self._copied: int | None = None  # length of the match that the round copies from
+        self._acceptance = 0.0  # of each token of a round whose length was fixed at once
 
     @property
     def costs(self) -> Costs | None:
         """The costs that plans rest on; None before the first round of a generation that measures."""
-        return self._given or self._meter.costs
+        return self._costs
 
-    def begin(self) -> int:
-        """Start a round; returns how many tokens it may draft."""
+    @property
+    def predicted_speedup(self) -> float | None:
+        """The planner's own forecast of speculative over plain decoding, over the rounds so far; None before the first.
+
+        Tokens that each round was expected to bring when it was planned, over the seconds of its runs, times the
+        seconds of a plain pass: T · t(1) / (S · d + sum of t(rows of the round)), where T is the sum over rounds of
+        1 + the sum over drafted tokens of the probability, by the acceptance learned before, that they all stand up
+        to it; S counts draft steps of d seconds, and t are the target's passes, at the mean length of the text. Costs
+        are the given ones, else those measured, also where plans rest on assumed ones. What a round takes outside the
+        models is left out.
+        """
+        rounds = self._passes.total()
+        if not rounds:
+            return None
+        costs = self._of_drafter(self._given.at(self._lengths // rounds) if self._given else self._meter.costs)
+        if costs is None:
+            return None
+        seconds = self._all_steps * costs.draft_step
+        seconds += sum(count * costs.target(rows) for rows, count in self._passes.items())
+        return self._expected * costs.target(1) / seconds
+
+    def begin(self, length: int = 0) -> int:
+        """Start a round behind a text of `length` tokens; returns how many tokens it may draft."""
         self._start_round()
+        self._lengths += length
+        if self._given and abs(length - self._costs_length) >= _SAME_LENGTH:
+            self._costs, self._costs_length = self._of_drafter(self._given.at(length)), length
         if self._asks:
             return self._most
-        if (costs := self.costs) is None:
+        self._acceptance = self._text.mean
+        if (costs := self._costs) is None:
             return min(_BLIND, self._most)
-        acceptance = self._text.mean
-        best = max(
-            range(self._most + 1),
-            key=lambda k: tokens_per_round(acceptance, k) / (k * costs.draft_step + costs.target(k + 1)),
-        )
+        best, _ = self._best(self._acceptance, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
     def worth_a_step(self) -> bool:
@@ -188,6 +164,7 @@ class Planner:
             self._text.add(acceptance, 1)  # as good as judged: a step that brought nothing must not go unnoticed
             return False
         self._survival = survival
+        self._survivals.append(survival)
         self._confidences.append(confidence)
         return True
 
@@ -196,14 +173,13 @@ class Planner:
 
         Copies cost rows alone. They are taken where a round with them beats the tokens per second at hand.
         """
-        if (costs := self.costs) is None:
+        if (costs := self._costs) is None:
             return 0
         acceptance = self._copies[bisect_right(_MATCHES, match_length)].mean
-        values = [tokens_per_round(acceptance, k) / costs.target(k + 1) for k in range(self._most + 1)]
-        best = max(range(self._most + 1), key=values.__getitem__)
-        if not best or values[best] <= self._rate(costs):
+        best, rate = self._best(acceptance, costs, 0.0)
+        if not best or rate <= self._rate(costs):
             return 0
-        self._copied = match_length
+        self._copied, self._acceptance = match_length, acceptance
         return best
 
     def end(self, num_proposed: int, num_accepted: int, *, rows: int, target_s: float, draft_s: float) -> None:
@@ -222,10 +198,38 @@ class Planner:
         if self._probing:
             pays = self._worth(self._text.mean, steps=1)
             self._pause = _FIRST_PAUSE if pays else min(2 * self._pause, _LONGEST_PAUSE)
-        self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
-        if (costs := self.costs) and self._copied is None:
+        if not self._given:
+            self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+            if self.costs_from == "measured":
+                self._costs = self._of_drafter(self._meter.costs)
+        self._all_steps += steps
+        self._passes[num_proposed + 1] += 1
+        self._expected += self._expected_tokens(num_proposed)
+        if (costs := self._costs) and self._copied is None:
             self._tokens.add(num_accepted + 1, 1)
             self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
+
+    def _of_drafter(self, costs: Costs | None) -> Costs | None:
+        """Costs as this drafter has them: those of a draft model are nothing to copies."""
+        return replace(costs, draft_step=0.0) if costs and self._copies_alone else costs
+
+    def _expected_tokens(self, num_proposed: int) -> float:
+        """Tokens that the round was expected to bring, by what was known before its tokens were judged."""
+        if self._asks and self._copied is None:
+            return 1 + sum(self._survivals)
+        return tokens_per_round(self._acceptance, num_proposed)
+
+    def _best(self, acceptance: float, costs: Costs, draft_step: float) -> tuple[int, float]:
+        """The number of tokens to draft that brings the most tokens per second, and these."""
+        best, most = 0, 1 / costs.target(1)
+        tokens = survival = 1.0
+        for k in range(1, self._most + 1):
+            survival *= acceptance
+            tokens += survival
+            rate = tokens / (k * draft_step + costs.target(k + 1))
+            if rate > most:
+                best, most = k, rate
+        return best, most
 
     def _stay_plain(self) -> bool:
         """Whether another round goes without a draft, where drafting seems to lose; now and then one looks again."""
@@ -241,37 +245,30 @@ class Planner:
         return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
     def _worth(self, survival: float, *, steps: int) -> bool:
-        """Whether a token that stands with this probability is worth its row and `steps` draft steps."""
-        costs = self.costs
+        """Whether a token that stands with this probability is worth its row and `steps` draft steps.
+
+        Where rows cost in steps, as kernels that work in tiles have it, it may be worth them together with tokens that
+        come behind it, each of which is taken to stand as often as the text's do.
+        """
+        costs = self._costs
         if costs is None:
             return len(self._confidences) < _BLIND
+        rate, acceptance = self._rate(costs), self._text.mean
         rows = len(self._confidences) + 1
-        price = steps * costs.draft_step + costs.target(rows + 1) - costs.target(rows)
-        return survival > self._rate(costs) * price
+        price = steps * costs.draft_step - costs.target(rows)
+        gain = 0.0
+        for all_rows in range(rows + 1, self._most + 2):
+            gain += survival
+            if gain > rate * (price + costs.target(all_rows)):
+                return True
+            survival *= acceptance
+            price += costs.draft_step
+        return False
 
 
-def _classes(priors: Iterable[float]) -> list[_Average]:
+def _classes(priors: Iterable[float]) -> list[Average]:
     classes = []
     for prior in priors:
-        classes.append(_Average(_CLASS_MEMORY))
+        classes.append(Average(_CLASS_MEMORY))
         classes[-1].add(_PRIOR_WEIGHT * prior, _PRIOR_WEIGHT)
     return classes
-
-
-class _Average:
-    """A mean that forgets: each unit of weight makes what came before count `memory` times as much."""
-
-    def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self._sum = 0.0
-        self.weight = 0.0
-
-    def add(self, total: float, weight: float) -> None:
-        """Take in `weight` values whose sum is `total`."""
-        fade = self._memory**weight
-        self._sum = fade * self._sum + total
-        self.weight = fade * self.weight + weight
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self.weight

@@ -26,6 +26,10 @@ class Stats:
         target_s: the part of `decode_s` in the target model's own runs.
         draft_s: the part of `decode_s` in the draft model's own runs.
         cached_tokens: tokens of the prompt that a prefix cache knew: the target's pass over the prompt left them out.
+        predicted_speedup: what the planner expected of its rounds over plain decoding; its formula stands at
+            `paceline.planner.Planner.predicted_speedup`. None where nothing was planned.
+        costs_from: what the plans rested on: "measured", "assumed", "given", or a profile's name and time; None where
+            nothing was planned.
     """
 
     prompt_tokens: int
@@ -39,6 +43,8 @@ class Stats:
     target_s: float = 0.0
     draft_s: float = 0.0
     cached_tokens: int = 0
+    predicted_speedup: float | None = None
+    costs_from: str | None = None
 
     @property
     def proposed(self) -> int:
@@ -98,7 +104,7 @@ class Stats:
         """The figures that commands and servers print; None where a figure is not defined."""
         names = (
             "prompt_tokens cached_tokens new_tokens rounds proposed accepted acceptance_rate block_efficiency "
-            "prefill_s decode_s ms_per_token target_s draft_s overhead_s"
+            "prefill_s decode_s ms_per_token target_s draft_s overhead_s predicted_speedup costs_from"
         )
         return {name: getattr(self, name) for name in names.split()}
 

@@ -19,7 +19,7 @@ from paceline.bundle import (
     TokenizerEntry,
     file_sha256,
 )
-from paceline.errors import BundleError
+from paceline.errors import BundleError, InvalidInputError
 from paceline.ort import OrtModel
 from paceline.testing import TableModel
 
@@ -85,3 +85,8 @@ def test_load_checks_the_bundle_before_it_opens_a_model(tmp_path: Path, monkeypa
     (tmp_path / "draft" / "model.onnx").write_bytes(b"cut")
     with pytest.raises(BundleError, match=r"'draft/model\.onnx' has 3 bytes where 5 are expected"):
         paceline.load(tmp_path)
+
+
+def test_a_profile_is_a_path(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="profile must be 'auto', the path of a profile, or None, got 3"):
+        paceline.load(tmp_path, profile=3)  # type: ignore[arg-type]

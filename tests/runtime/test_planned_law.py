@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.costs import ASSUMED_COSTS, Costs
 from paceline.decoder import SpeculativeDecoder
-from paceline.planner import ASSUMED_COSTS, Costs, Planner
+from paceline.planner import Planner
 from paceline.sampling import SamplingParams
 from paceline.streams import Chance
 from paceline.testing import TableModel, enumerate_law, every_way

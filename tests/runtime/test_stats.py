@@ -37,6 +37,8 @@ def test_the_dictionary_has_the_documented_keys_and_derived_values() -> None:
         "target_s": 1.2,
         "draft_s": 0.5,
         "overhead_s": pytest.approx(0.3),
+        "predicted_speedup": None,
+        "costs_from": None,
     }
     assert stats.tokens_per_second == 5
 

@@ -22,7 +22,7 @@ from .conftest import CONTEXT, VOCAB, Invoke, environment, run_paceline, write_t
 
 STATS = [
     *("prompt_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "block_efficiency"),
-    *("prefill_s", "decode_s", "ms_per_token", "target_s", "draft_s", "overhead_s"),
+    *("prefill_s", "decode_s", "ms_per_token", "target_s", "draft_s", "overhead_s", "predicted_speedup", "costs_from"),
 ]
 
 
@@ -80,6 +80,7 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "regex": None,
         "logprobs": None,
         "threads": 2,
+        "profile": "auto",
     }
 
 

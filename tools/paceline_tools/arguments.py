@@ -13,6 +13,7 @@ __all__ = [
     "CACHE_DIR",
     "DRAFT_TOKENS",
     "FOLDER",
+    "NUMBERS",
     "OUTPUT_FILE",
     "SOURCE",
     "THREADS",
@@ -102,11 +103,28 @@ class NumberRange(click.FloatRange):
         return number
 
 
+class Numbers(click.ParamType[tuple[float, ...]]):
+    """Numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Check the numbers."""
+        try:
+            numbers = tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = (math.nan,)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"got {value!r}; numbers with commas between them are expected, such as 1,1.2,1.45.", param, ctx)
+        return numbers
+
+
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
 CACHE_DIR = FilledPath(file_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)
 SOURCE = FilledText()
 DRAFT_TOKENS = DraftTokens()
+NUMBERS = Numbers()
 # ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
 THREADS = click.IntRange(1, 1024)
 

@@ -73,6 +73,13 @@ __all__ = ["command", "stats_text"]
     help="With --json: the logprob of every token, and of the N most probable ones.",
 )
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
+@click.option(
+    "--profile",
+    metavar="FILE|auto|none",
+    default="auto",
+    show_default=True,
+    help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
+)
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 @click.pass_context
@@ -96,6 +103,7 @@ def command(
     regex: str | None,
     logprobs: int | None,
     threads: int | None,
+    profile: str,
     show_stats: bool,
     as_json: bool,
     **knobs: Any,
@@ -130,7 +138,7 @@ def command(
         except InvalidInputError as error:
             raise click.UsageError(f"--draft-temperature: {error}") from error
 
-    decoder = paceline.load(bundle, threads=threads)
+    decoder = paceline.load(bundle, threads=threads, profile=None if profile == "none" else profile)
     generation = decoder.generate(
         _chat_ids(decoder, text, system) if chat else text,
         sampling,
@@ -159,6 +167,7 @@ def command(
         "regex": regex,
         "logprobs": logprobs,
         "threads": threads,
+        "profile": profile,
     }
     interrupted = _stream(generation, silent=as_json)
     if as_json:
@@ -274,6 +283,9 @@ def stats_text(stats: Stats, finish_reason: str | None, seed: int | None) -> str
             f"target {duration(stats.target_s)}, draft {duration(stats.draft_s)}, else {duration(stats.overhead_s)}",
         ),
     ]
+    if stats.costs_from is not None:
+        predicted = number(stats.predicted_speedup, 2, "×")
+        rows.append(("plan", f"predicted speedup {predicted} over plain decoding; costs {stats.costs_from}"))
     if seed is not None:
         rows.append(("seed", str(seed)))
     return "\n".join(f"{name:<9} {text}" for name, text in rows)

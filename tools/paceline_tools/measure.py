@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline import SpeculativeDecoder, Stats
+from paceline.cost_profile import cpu_name
 
 __all__ = ["Comparison", "Divergence", "Run", "compare", "find_divergence", "machine"]
 
@@ -167,14 +168,8 @@ def find_divergence(
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    model = ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        pass  # only Linux has it
     return {
-        "cpu": model or platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),
