@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,6 +39,7 @@ from .passes.reshapes import drop_reshape_pairs
 from .passes.weights import check_shape, store_weights
 from .quantize import weight_format
 from .quantize.blockwise import BLOCK_SIZES
+from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
 from .source import Source
 
@@ -125,6 +126,9 @@ def export_bundle(
         check_pair(checkpoints["target"], checkpoints["draft"])
     else:
         check_widths(checkpoints["target"])
+    for which, checkpoint in checkpoints.items():
+        if checkpoint.packing is not None:
+            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which])
     end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
     lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
 
@@ -285,7 +289,9 @@ def _export_model(
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them."""
-    stored = weight_format(precision)
+    stored, packing = weight_format(precision), checkpoint.packing
+    if packing is not None and stored.bits is not None:
+        stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
     report("trace", 0.0)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_residual_norms(traced.model)
@@ -327,6 +333,7 @@ def _export_model(
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
         block_size=block_size if stored.bits is not None else None,
+        prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
         head_size=traced.head_size,

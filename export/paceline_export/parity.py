@@ -24,7 +24,8 @@ from paceline.model import CausalLM
 from paceline.ort import OrtModel, open_session
 from paceline.tokenizer import Tokenizer
 
-from .quantize.blockwise import Blockwise, dequantize
+from .quantize.blockwise import Blockwise
+from .quantize.packed import PackedWeight, unpacked
 
 __all__ = ["TOLERANCES", "ModelParity", "ParityReport", "PhaseParity", "Tolerance", "check_bundle", "compare"]
 
@@ -41,6 +42,7 @@ In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京
 proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
 '''
 PREFILL, SINGLE, VERIFY = 64, 4, 5
+_PARTS = (".q", ".scales", ".zero_points", ".order")  # of quantised weights, as passes.weights names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,24 +253,30 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
         zeros = arrays.get(f"{name}.zero_points")
         blocks = scales.shape[1]
         columns = node.attributes["K"].as_int() if "K" in node.attributes else blocks * block
-        weights[name] = torch.from_numpy(
-            dequantize(
-                Blockwise(
-                    packed.reshape(rows, blocks, -1),
-                    scales,
-                    None if zeros is None else zeros.numpy().reshape(rows, -1),
-                    columns,
-                    bits,
-                    block,
-                )
-            )
+        weight = Blockwise(
+            packed.reshape(rows, blocks, -1),
+            scales,
+            None if zeros is None else zeros.numpy().reshape(rows, -1),
+            columns,
+            bits,
+            block,
         )
+        weights[name] = unpacked(PackedWeight(weight, _column_order(node)))
     for name, tensor in arrays.items():
-        if name.startswith("rotary.") or "." not in name or name.endswith((".q", ".scales", ".zero_points")):
+        if name.startswith("rotary.") or "." not in name or name.endswith(_PARTS):
             continue
         array = np.array(tensor.numpy(), np.float32)
         weights[name.removesuffix(".T")] = torch.from_numpy(array.T if name.endswith(".T") else array)
     return weights
+
+
+def _column_order(node: ir.Node) -> NDArray[np.int64] | None:
+    """The order in which a projection's input is gathered in front of it, or None."""
+    producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if producer is None or producer.op_type != "Gather" or not str(producer.inputs[1].name).endswith(".order"):
+        return None
+    order: NDArray[np.int64] = producer.inputs[1].const_value.numpy()
+    return order
 
 
 def _load_graph(path: Path) -> ir.Model:

@@ -112,6 +112,7 @@ class ModelEntry:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     source: SourceEntry
+    prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):

@@ -82,10 +82,16 @@ def store_weights(
                     stored.const_value = lazy(stored, name, transposed=True)
                 node.replace_input_with(1, stored)
             else:
-                quantised = quantize(
-                    read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
-                )
-                _replace(model, node, _matmul_nbits(model, node.inputs[0], name, quantised, dtype))
+                x = node.inputs[0]
+                if (packed := reader.packed(name)) is not None:
+                    quantised = packed.weight
+                    if packed.order is not None:
+                        x = _gathered(model, node, name, packed.order)
+                else:
+                    quantised = quantize(
+                        read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
+                    )
+                _replace(model, node, _matmul_nbits(model, x, name, quantised, dtype))
         elif node.op_type == "Gather" and node.inputs[0].is_initializer():
             name = embedding  # a table tied to the LM head is traced under either name
             rows, columns = node.inputs[0].shape
@@ -154,6 +160,21 @@ def _projection_weight(node: ir.Node) -> ir.Value | None:
         return None
     weight: ir.Value = transpose.inputs[0]
     return weight
+
+
+def _gathered(model: ir.Model, node: ir.Node, name: str, order: NDArray[np.int64]) -> ir.Value:
+    """The input of a projection with its columns in another order, once for projections that share both."""
+    x = node.inputs[0]
+    for user, _ in x.uses():
+        if user.op_type == "Gather" and user.inputs[0] is x and user.attributes["axis"].as_int() == -1:
+            found = user.inputs[1].const_value
+            if found is not None and np.array_equal(found.numpy(), order):
+                return user.outputs[0]
+    gather = ir.node("Gather", [x, _constant(model, f"{name}.order", order)], {"axis": -1})
+    model.graph.insert_before(node, gather)
+    gather.outputs[0].name = f"{name}.input"
+    gather.outputs[0].type, gather.outputs[0].shape = x.type, x.shape
+    return gather.outputs[0]
 
 
 def _matmul_nbits(model: ir.Model, x: ir.Value, name: str, weight: Blockwise, dtype: ir.DataType) -> ir.Node:
