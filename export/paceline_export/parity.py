@@ -42,7 +42,17 @@ In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京
 proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
 '''
 PREFILL, SINGLE, VERIFY = 64, 4, 5
-_PARTS = (".q", ".scales", ".zero_points", ".order")  # of quantised weights, as passes.weights names them
+_PARTS = (
+    ".q",
+    ".scales",
+    ".zero_points",
+    ".order",
+    ".table",
+    "_shape",
+    ".row_start",
+    ".row_end",
+    ".row_axis",
+)  # of quantised weights, as passes.weights names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +225,15 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     """
     folder = Path(entry.path).parent.as_posix()
     config = AutoConfig.from_pretrained(bundle.path(f"{folder}/config.json"))
-    config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    tied = dict(model_class._tied_weights_keys or {}) if config.tie_word_embeddings else {}
+    config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     with torch.device("meta"):
         own = set(model_class(config).state_dict())  # the graph holds factors, too, that the model computes by itself
     weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
+    for pair in tied.items():  # one stands for both where they share it
+        if len(found := [weights[name] for name in pair if name in weights]) == 1:
+            weights |= dict.fromkeys(pair, found[0])
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -246,6 +260,8 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     for node in model.graph:
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
+        if "quantize_axis" in node.attributes and node.attributes["quantize_axis"].as_int() == 2:
+            continue  # a table that is the LM head, too, and read as that
         name = next(str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")).removesuffix(".q")
         packed = arrays[f"{name}.q"].numpy()
         rows, bits, block = len(packed), node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()

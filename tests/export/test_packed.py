@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle
-from paceline.errors import CheckpointError, InvalidInputError, PacelineError
+from paceline.errors import CheckpointError, InvalidInputError
+from paceline_export.causal_lm import check_architecture
+from paceline_export.checkpoint import Checkpoint, WeightReader
 from paceline_export.export import export_bundle
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.source import resolve
@@ -71,19 +73,42 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 }
 
 
+def reader(checkpoint: Path) -> WeightReader:
+    opened = Checkpoint.open(resolve(str(checkpoint)))
+    return opened.weights(check_architecture(opened.config))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_numbers_of_the_checkpoint_are_kept(name: str, model: Path) -> None:
     settings, pack, options = CASES[name]
     projections = quantized_checkpoint(model, settings, pack, **options)
-    bits = options.get("bits", 4)
-    bundle = export(model, f"int{bits}")
+    weights = reader(model)
+    for module, projection in projections.items():
+        packed = weights.packed(f"{module}.weight")
+        assert packed is not None
+        assert packed.weight.bits == projection.bits
+        assert (packed.weight.zero_points is None) == options.get("symmetric", False)  # in the middle they need no room
+        assert weights.shape(f"{module}.weight") == projection.levels.shape
+        np.testing.assert_array_equal(weights.read(f"{module}.weight").numpy(), projection.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq, groups of 48, in three blocks",
+        "gptq, activation order, 8 bits, one group not full",
+        "gptq, some projections in 8 bits",
+        "awq",
+    ],
+)
+def test_the_graph_is_torch_on_the_numbers_of_the_checkpoint(name: str, model: Path) -> None:
+    settings, pack, options = CASES[name]
+    projections = quantized_checkpoint(model, settings, pack, **options)
+    bundle = export(model, f"int{options.get('bits', 4)}")
     stored = stored_weights(bundle.root / "target/model.onnx")
-    products = nodes(bundle)
     for module, projection in projections.items():
         np.testing.assert_array_equal(stored[f"{module}.weight"].numpy(), projection.values())
-        node = products[f"{module}.weight"]
-        assert attributes(node)["bits"] == projection.bits
-        assert len(node.input) == (3 if options.get("symmetric") else 4)  # zero points in the middle need no room
+        assert attributes(nodes(bundle)[f"{module}.weight"])["bits"] == projection.bits
     report = check_bundle(bundle)
     assert report.passed, [parity.reason for parity in report.models]
     assert bundle.manifest.target.prequantized == settings["quant_method"]
@@ -174,26 +199,26 @@ def test_parts_that_make_no_weight_are_refused_by_name(model: Path, part: str, c
     if change is not None:
         weights[f"{MODULE}.{part}"] = change(tensor).contiguous()
     save_file(weights, model / "model.safetensors")
-    with pytest.raises(PacelineError, match=message):
-        export(model)
+    with pytest.raises(CheckpointError, match=message):
+        reader(model).read(f"{MODULE}.weight")
 
 
 @pytest.mark.parametrize("size", [20, 40])
 def test_groups_that_no_blocks_make_up_are_refused(model: Path, size: int) -> None:
     quantized_checkpoint(model, GPTQ, gptq, size=size)
     with pytest.raises(CheckpointError, match=f"groups of {size} columns"):
-        export(model)
+        reader(model).packed(f"{MODULE}.weight")
 
 
 def test_without_an_index_columns_are_grouped_in_turn(model: Path) -> None:
     projections = quantized_checkpoint(
         model, GPTQ, lambda p: {part: tensor for part, tensor in gptq(p).items() if part != "g_idx"}
     )
-    stored = stored_weights(export(model).root / "target/model.onnx")
+    weights = reader(model)
     for module, projection in projections.items():
-        np.testing.assert_array_equal(stored[f"{module}.weight"].numpy(), projection.values())
+        np.testing.assert_array_equal(weights.read(f"{module}.weight").numpy(), projection.values())
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"]["group_size"] = 64
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="columns in groups of 64"):
-        export(model, overwrite=True)
+        reader(model).packed(f"{MODULE}.weight")
