@@ -22,6 +22,7 @@ def graph(bundle: Bundle, which: str) -> onnx.GraphProto:
 
 def node(found: onnx.GraphProto, kind: str, weight: str) -> onnx.NodeProto:
     """The node of this kind one of whose inputs begins like `weight`."""
+    one: onnx.NodeProto
     (one,) = (n for n in found.node if n.op_type == kind and any(name.startswith(weight) for name in n.input))
     return one
 
