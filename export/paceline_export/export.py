@@ -291,6 +291,7 @@ def _export_model(
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them."""
     stored, packing = weight_format(precision), checkpoint.packing
+    block = packing.group_size if packing is not None and packing.group_size in BLOCK_SIZES else block_size
     if packing is not None and stored.bits is not None:
         stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
     if which == "draft":
@@ -336,7 +337,7 @@ def _export_model(
         flavor="ort",
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
-        block_size=block_size if stored.bits is not None else None,
+        block_size=block if stored.bits is not None else None,
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,

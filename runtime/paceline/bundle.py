@@ -102,7 +102,7 @@ class ModelEntry:
     flavor: Literal["ort"]
     architecture: str
     precision: Literal["fp32", "fp16", "int8", "int4"]
-    block_size: int | None  # of the quantised weights
+    block_size: int | None  # of most quantised weights
     num_layers: int
     num_kv_heads: int
     head_size: int

@@ -111,7 +111,10 @@ def test_the_graph_is_torch_on_the_numbers_of_the_checkpoint(name: str, model: P
         assert attributes(nodes(bundle)[f"{module}.weight"])["bits"] == projection.bits
     report = check_bundle(bundle)
     assert report.passed, [parity.reason for parity in report.models]
-    assert bundle.manifest.target.prequantized == settings["quant_method"]
+    target = bundle.manifest.target
+    assert target.prequantized == settings["quant_method"]
+    if (size := options.get("size", 32)) in (16, 32, 64, 128, 256):
+        assert target.block_size == size
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
