@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from paceline.errors import CheckpointError
 
+from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
 from .source import Source
 from .weights import read_json
 
@@ -38,6 +39,9 @@ class WeightReader(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """The parameter as a float32 tensor of its own."""
 
+    def packed(self, name: str) -> PackedWeight | None:
+        """The parameter in few bits, where the checkpoint holds it quantised in blocks; None elsewhere."""
+
 
 @dataclass(slots=True)
 class SafetensorsReader:
@@ -45,6 +49,7 @@ class SafetensorsReader:
 
     files: tuple[Path, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
+    packing: Packing | None = None
     _where: dict[str, Any] = field(init=False, default_factory=dict)
     _stack: ExitStack = field(init=False, default_factory=ExitStack)
 
@@ -60,10 +65,13 @@ class SafetensorsReader:
         """Shape of the parameter.
 
         Raises:
-            CheckpointError: no file holds it, or not as a plain floating-point tensor.
+            CheckpointError: no file holds it, or not as a plain floating-point tensor, nor packed as `packing` says.
         """
+        if self.packing is not None and (module := self._packed_module(name)) is not None:
+            shapes = {part: tuple(self._slice(stored).get_shape()) for part, stored in self._parts(module).items()}
+            return packed_shape(self.packing, module, shapes)
         stored = self._stored_name(name)
-        tensor = self._where[stored].get_slice(stored)
+        tensor = self._slice(stored)
         if tensor.get_dtype() not in _FLOATS:
             raise CheckpointError(
                 f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
@@ -77,9 +85,47 @@ class SafetensorsReader:
         Raises:
             CheckpointError: no file holds it.
         """
+        if (packed := self.packed(name)) is not None:
+            return unpacked(packed)
         stored = self._stored_name(name)
         tensor: torch.Tensor = self._where[stored].get_tensor(stored)
         return tensor.to(torch.float32)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """The parameter's own levels, zero points and scales, or None where they are not what the checkpoint holds.
+
+        Raises:
+            CheckpointError: they cannot be expressed.
+        """
+        if self.packing is None or (module := self._packed_module(name)) is None:
+            return None
+        parts = self._parts(module)
+        return repack(
+            self.packing, module, {part: self._where[stored].get_tensor(stored) for part, stored in parts.items()}
+        )
+
+    def _packed_module(self, name: str) -> str | None:
+        module = name.removesuffix(".weight")
+        return module if module != name and name not in self._where and f"{module}.qweight" in self._where else None
+
+    def _parts(self, module: str) -> dict[str, str]:
+        """The stored names of a packed projection's parts, each checked for its kind of numbers.
+
+        Raises:
+            CheckpointError: one of them holds others.
+        """
+        stored = {part: f"{module}.{part}" for part in PARTS if f"{module}.{part}" in self._where}
+        for part, name in stored.items():
+            kinds = _FLOATS if part == "scales" else ("I32", "I64") if part == "g_idx" else ("I32",)
+            if (dtype := self._slice(name).get_dtype()) not in kinds:
+                raise CheckpointError(
+                    f"The tensor {name!r} is stored as {dtype}: expected one of {', '.join(kinds)}. Such a packing is "
+                    "not supported; export another checkpoint of this model."
+                )
+        return stored
+
+    def _slice(self, stored: str) -> Any:
+        return self._where[stored].get_slice(stored)
 
     def _stored_name(self, name: str) -> str:
         for candidate in (name, self.tied.get(name, name)):
@@ -130,6 +176,10 @@ class GgufReader:
         )
         return torch.from_numpy(np.ascontiguousarray(result.weights, np.float32))
 
+    def packed(self, name: str) -> PackedWeight | None:
+        """None: what a GGUF file holds in few bits is quantised anew."""
+        return None
+
     def _tensor(self, name: str) -> Any:
         tensor = self._tensors.get(name) or self._tensors.get(self._tied.get(name, name))
         if tensor is None:
@@ -176,6 +226,7 @@ class Checkpoint:
     """A checkpoint that is present on disk.
 
     `end_tokens` are the ids that its settings say end a text; None where no settings came with it, as in a GGUF file.
+    `packing` tells how projections are packed that the checkpoint holds quantised; None where it holds none.
     """
 
     source: Source
@@ -183,6 +234,7 @@ class Checkpoint:
     tokenizer: Any  # a fast tokenizer of transformers
     generation_config: Mapping[str, Any]
     end_tokens: frozenset[int] | None
+    packing: Packing | None = None
 
     @classmethod
     def open(cls, source: Source) -> Checkpoint:
@@ -199,11 +251,10 @@ class Checkpoint:
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
-        if not source.gguf_file and getattr(config, "quantization_config", None):
-            raise CheckpointError(
-                f"{source.name}: its weights are quantised already ('quantization_config' in config.json), which is "
-                "not supported: their scales would be lost. Export the unquantised checkpoint, or a GGUF file."
-            )
+        packing = None
+        if not source.gguf_file and (settings := getattr(config, "quantization_config", None)):
+            packing = Packing.from_config(source.name, settings)
+            del config.quantization_config  # what is built from the configuration holds plain weights
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")
         _check_sizes(source.name, config)
@@ -222,14 +273,14 @@ class Checkpoint:
             generation = GenerationConfig.from_model_config(config).to_diff_dict()
             # transformers takes these, too; a GGUF keeps one end token of several, so there they say too little.
             stated = None if source.gguf_file else _end_tokens(source.folder / "config.json", generation)
-        return cls(source, config, tokenizer, generation, stated)
+        return cls(source, config, tokenizer, generation, stated, packing)
 
     def weights(self, model: torch.nn.Module) -> WeightReader:
         """A reader for the parameters of `model`, which needs no storage of its own."""
         tied = dict(getattr(model, "_tied_weights_keys", None) or {}) if self.config.tie_word_embeddings else {}
         if self.source.gguf_file:
             return GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
-        return SafetensorsReader(self.source.weight_files, tied)
+        return SafetensorsReader(self.source.weight_files, tied, self.packing)
 
 
 def _check_sizes(name: str, config: PreTrainedConfig) -> None:

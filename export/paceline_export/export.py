@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -36,9 +36,11 @@ from .checkpoint import Checkpoint, WeightReader
 from .pair import check_pair, check_widths, token_texts
 from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
+from .passes.tied import alias_tied_table
 from .passes.weights import check_shape, store_weights
 from .quantize import weight_format
 from .quantize.blockwise import BLOCK_SIZES
+from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
 from .source import Source
 
@@ -125,6 +127,9 @@ def export_bundle(
         check_pair(checkpoints["target"], checkpoints["draft"])
     else:
         check_widths(checkpoints["target"])
+    for which, checkpoint in checkpoints.items():
+        if checkpoint.packing is not None:
+            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which])
     end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
     lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
 
@@ -285,7 +290,12 @@ def _export_model(
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them."""
-    stored = weight_format(precision)
+    stored, packing = weight_format(precision), checkpoint.packing
+    block = packing.group_size if packing is not None and packing.group_size in BLOCK_SIZES else block_size
+    if packing is not None and stored.bits is not None:
+        stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
+    if which == "draft":
+        stored = replace(stored, tied_bits=stored.bits)  # a draft's speed counts for more than its text
     report("trace", 0.0)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_residual_norms(traced.model)
@@ -317,6 +327,7 @@ def _export_model(
         ir.save(traced.model, path, external_data="model.onnx.data")
     except ir.serde.SerdeError as error:
         raise _reason(error) from error
+    alias_tied_table(path)
     # The architecture's settings, for `paceline check` and for a reader; the runtime does not need them.
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
@@ -326,7 +337,8 @@ def _export_model(
         flavor="ort",
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
-        block_size=block_size if stored.bits is not None else None,
+        block_size=block if stored.bits is not None else None,
+        prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
         head_size=traced.head_size,

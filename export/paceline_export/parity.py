@@ -24,7 +24,8 @@ from paceline.model import CausalLM
 from paceline.ort import OrtModel, open_session
 from paceline.tokenizer import Tokenizer
 
-from .quantize.blockwise import Blockwise, dequantize
+from .quantize.blockwise import Blockwise
+from .quantize.packed import PackedWeight, unpacked
 
 __all__ = ["TOLERANCES", "ModelParity", "ParityReport", "PhaseParity", "Tolerance", "check_bundle", "compare"]
 
@@ -41,6 +42,17 @@ In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京
 proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
 '''
 PREFILL, SINGLE, VERIFY = 64, 4, 5
+_PARTS = (
+    ".q",
+    ".scales",
+    ".zero_points",
+    ".order",
+    ".table",
+    "_shape",
+    ".row_start",
+    ".row_end",
+    ".row_axis",
+)  # of quantised weights, as passes.weights names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +225,15 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     """
     folder = Path(entry.path).parent.as_posix()
     config = AutoConfig.from_pretrained(bundle.path(f"{folder}/config.json"))
-    config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    tied = dict(model_class._tied_weights_keys or {}) if config.tie_word_embeddings else {}
+    config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     with torch.device("meta"):
         own = set(model_class(config).state_dict())  # the graph holds factors, too, that the model computes by itself
     weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
+    for pair in tied.items():  # one stands for both where they share it
+        if len(found := [weights[name] for name in pair if name in weights]) == 1:
+            weights |= dict.fromkeys(pair, found[0])
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -244,6 +260,8 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     for node in model.graph:
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
+        if "quantize_axis" in node.attributes and node.attributes["quantize_axis"].as_int() == 2:
+            continue  # a table that is the LM head, too, and read as that
         name = next(str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")).removesuffix(".q")
         packed = arrays[f"{name}.q"].numpy()
         rows, bits, block = len(packed), node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()
@@ -251,24 +269,30 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
         zeros = arrays.get(f"{name}.zero_points")
         blocks = scales.shape[1]
         columns = node.attributes["K"].as_int() if "K" in node.attributes else blocks * block
-        weights[name] = torch.from_numpy(
-            dequantize(
-                Blockwise(
-                    packed.reshape(rows, blocks, -1),
-                    scales,
-                    None if zeros is None else zeros.numpy().reshape(rows, -1),
-                    columns,
-                    bits,
-                    block,
-                )
-            )
+        weight = Blockwise(
+            packed.reshape(rows, blocks, -1),
+            scales,
+            None if zeros is None else zeros.numpy().reshape(rows, -1),
+            columns,
+            bits,
+            block,
         )
+        weights[name] = unpacked(PackedWeight(weight, _column_order(node)))
     for name, tensor in arrays.items():
-        if name.startswith("rotary.") or "." not in name or name.endswith((".q", ".scales", ".zero_points")):
+        if name.startswith("rotary.") or "." not in name or name.endswith(_PARTS):
             continue
         array = np.array(tensor.numpy(), np.float32)
         weights[name.removesuffix(".T")] = torch.from_numpy(array.T if name.endswith(".T") else array)
     return weights
+
+
+def _column_order(node: ir.Node) -> NDArray[np.int64] | None:
+    """The order in which a projection's input is gathered in front of it, or None."""
+    producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if producer is None or producer.op_type != "Gather" or not str(producer.inputs[1].name).endswith(".order"):
+        return None
+    order: NDArray[np.int64] = producer.inputs[1].const_value.numpy()
+    return order
 
 
 def _load_graph(path: Path) -> ir.Model:

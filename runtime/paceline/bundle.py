@@ -102,7 +102,7 @@ class ModelEntry:
     flavor: Literal["ort"]
     architecture: str
     precision: Literal["fp32", "fp16", "int8", "int4"]
-    block_size: int | None  # of the quantised weights
+    block_size: int | None  # of most quantised weights
     num_layers: int
     num_kv_heads: int
     head_size: int
@@ -112,6 +112,7 @@ class ModelEntry:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     source: SourceEntry
+    prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):

@@ -65,6 +65,12 @@ def _bytes_on_disk(bundle: Bundle, model: ModelEntry) -> int:
     return sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(folder))
 
 
+def _precision(model: ModelEntry) -> str:
+    """How the weights are stored, and whose numbers they are."""
+    block = f", block {model.block_size}" if model.block_size else ""
+    return f"{model.precision}{block}" + (f", {model.prequantized} of the checkpoint" if model.prequantized else "")
+
+
 def _computed(bundle: Bundle) -> dict[str, Any]:
     """Figures that follow from the manifest."""
     return {
@@ -86,7 +92,7 @@ def _text(bundle: Bundle) -> str:
     figures: dict[str, Callable[[ModelEntry], str]] = {
         "architecture": lambda model: model.architecture,
         "graph flavour": lambda model: model.flavor,
-        "precision": lambda model: model.precision + (f", block {model.block_size}" if model.block_size else ""),
+        "precision": _precision,
         "layers": lambda model: str(model.num_layers),
         "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
         "context": lambda model: f"{model.max_length} tokens",

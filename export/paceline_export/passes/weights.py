@@ -72,6 +72,9 @@ def store_weights(
 
         return ir.LazyTensor(load, dtype=dtype, shape=value.shape, name=value.name)
 
+    head = _tied_head(model) if weight_format.bits is not None else None
+    if head is not None and reader.packed(str(head.name)) is not None:
+        head = None  # the checkpoint holds a head of its own
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
@@ -82,11 +85,19 @@ def store_weights(
                     stored.const_value = lazy(stored, name, transposed=True)
                 node.replace_input_with(1, stored)
             else:
-                quantised = quantize(
-                    read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
-                )
-                _replace(model, node, _matmul_nbits(model, node.inputs[0], name, quantised, dtype))
-        elif node.op_type == "Gather" and node.inputs[0].is_initializer():
+                x = node.inputs[0]
+                if (packed := reader.packed(name)) is not None:
+                    quantised = packed.weight
+                    if packed.order is not None:
+                        x = _gathered(model, node, name, packed.order)
+                else:
+                    bits = (weight_format.tied_bits if weight is head else None) or weight_format.bits
+                    symmetric = weight is head or weight_format.symmetric  # the table is read without zero points
+                    quantised = quantize(read(name), bits=bits, block_size=block_size, symmetric=symmetric)
+                if weight is head:
+                    _look_up_in(model, head, quantised, dtype)
+                _replace(model, node, _matmul_nbits(model, x, name, quantised, dtype))
+        elif node.op_type == "Gather" and node.inputs[0].is_initializer() and node.inputs[0] is not head:
             name = embedding  # a table tied to the LM head is traced under either name
             rows, columns = node.inputs[0].shape
             block = next((size for size in EMBEDDING_BLOCK_SIZES if columns % size == 0), None)
@@ -154,6 +165,52 @@ def _projection_weight(node: ir.Node) -> ir.Value | None:
         return None
     weight: ir.Value = transpose.inputs[0]
     return weight
+
+
+def _gathered(model: ir.Model, node: ir.Node, name: str, order: NDArray[np.int64]) -> ir.Value:
+    """The input of a projection with its columns in another order, once for projections that share both."""
+    x = node.inputs[0]
+    for user, _ in x.uses():
+        if user.op_type == "Gather" and user.inputs[0] is x and user.attributes["axis"].as_int() == -1:
+            found = user.inputs[1].const_value
+            if found is not None and np.array_equal(found.numpy(), order):
+                return user.outputs[0]
+    gather = ir.node("Gather", [x, _constant(model, f"{name}.order", order)], {"axis": -1})
+    model.graph.insert_before(node, gather)
+    gather.outputs[0].name = f"{name}.input"
+    gather.outputs[0].type, gather.outputs[0].shape = x.type, x.shape
+    return gather.outputs[0]
+
+
+def _tied_head(model: ir.Model) -> ir.Value | None:
+    """The initializer that is the LM head and the table that ids are looked up in, or None."""
+    tables = {node.inputs[0] for node in model.graph if node.op_type == "Gather"}
+    return next((weight for node in model.graph if (weight := _projection_weight(node)) in tables), None)
+
+
+def _look_up_in(model: ir.Model, table: ir.Value, head: Blockwise, dtype: ir.DataType) -> None:
+    """Look rows of a tied table up in the initializers that the LM head multiplies by."""
+    name = str(table.name)
+    rows, blocks, _ = head.packed.shape
+    width = blocks * head.block_size
+    packed = _constant(model, f"{name}.q", head.packed)
+    scales = _constant(model, f"{name}.scales", head.scales.reshape(-1), dtype)
+    (gather,) = (node for node, _ in table.uses() if node.op_type == "Gather")
+    shape = _constant(model, f"{name}.scales_shape", np.array([rows, blocks, 1]))
+    scales_by_block = ir.node("Reshape", [scales, shape], name=f"{name}.scales_by_block")
+    attributes = {"gather_axis": 0, "quantize_axis": 2, "block_size": head.block_size, "bits": head.bits}
+    inputs = [packed, gather.inputs[1], scales_by_block.outputs[0]]
+    blockwise = ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft", name=f"{name}.blocks")
+    shape = _constant(model, f"{name}.row_shape", np.array([0, 0, width]))
+    chain = [scales_by_block, blockwise, ir.node("Reshape", [blockwise.outputs[0], shape], name=f"{name}.rows")]
+    if width > head.columns:  # the last block is padded
+        ends = (("start", 0), ("end", head.columns), ("axis", 2))
+        slices = [_constant(model, f"{name}.row_{what}", np.array([value])) for what, value in ends]
+        chain.append(ir.node("Slice", [chain[-1].outputs[0], *slices], name=f"{name}.columns"))
+    for node in chain[:-1]:
+        node.outputs[0].name = node.name
+        model.graph.insert_before(gather, node)
+    _replace(model, gather, chain[-1])
 
 
 def _matmul_nbits(model: ir.Model, x: ir.Value, name: str, weight: Blockwise, dtype: ir.DataType) -> ir.Node:
