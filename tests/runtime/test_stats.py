@@ -25,6 +25,7 @@ def test_the_dictionary_has_the_documented_keys_and_derived_values() -> None:
     stats = Stats(10, 11, 1, 4, (4, 4), (4, 2), prefill_s=1.0, decode_s=2.0, target_s=1.2, draft_s=0.5)
     assert stats.as_dict() == {
         "prompt_tokens": 10,
+        "cached_tokens": 0,
         "new_tokens": 11,
         "rounds": 4,
         "proposed": 8,
