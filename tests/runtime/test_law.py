@@ -93,7 +93,6 @@ def test_case_17_the_law_holds_for_padded_and_narrower_widths(num_draft_tokens: 
             4,
             num_draft_tokens=num_draft_tokens,
             draft=reduced,
-            draft_logit_ids=np.array([3, 1, 0]),
             rule=rule,
         )
 
