@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from paceline.bundle import Bundle, ModelEntry
 from paceline.errors import BundleError
+from paceline.logit_ids import read_logit_ids
 from paceline.model import CausalLM
 from paceline.ort import OrtModel, open_session
 from paceline.tokenizer import Tokenizer
@@ -165,6 +166,8 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
             found[arithmetic] = _onnx_logits(_open(bundle, which, entry, arithmetic), ids)
         report(f"{which}: torch")
         expected = _torch_logits(reference_model(bundle, entry), ids)
+        if (logit_ids := read_logit_ids(bundle, entry)) is not None:
+            expected = {name: np.ascontiguousarray(rows[:, logit_ids]) for name, rows in expected.items()}
         for arithmetic, logits in found.items():
             tolerance = TOLERANCES[arithmetic]
             phases = tuple(compare(name, expected[name], logits[name], tolerance.near_tie) for name in expected)
@@ -216,8 +219,13 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
-        own = set(model_class(config).state_dict())  # the graph holds factors, too, that the model computes by itself
+        own = model_class(config).state_dict()
+    # The graph holds factors, too, that the model computes by itself.
     weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
+    if (logit_ids := read_logit_ids(bundle, entry)) is not None:  # zeros stand for rows that the LM head does not keep
+        for name, value in weights.items():
+            if value.shape[0] == len(logit_ids) < own[name].shape[0]:
+                weights[name] = torch.zeros(own[name].shape).index_copy_(0, torch.from_numpy(logit_ids), value)
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:

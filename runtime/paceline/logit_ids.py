@@ -35,4 +35,5 @@ def read_logit_ids(bundle: Bundle, entry: ModelEntry) -> NDArray[np.int64] | Non
         raise BundleError(
             f"{path} must hold rising ids below {num_ids}, each at most once, but it does not. Export the bundle again."
         )
-    return ids.astype(np.int64)
+    wide: NDArray[np.int64] = ids.astype(np.int64)
+    return wide
