@@ -1,11 +1,12 @@
-"""Print what a smaller draft vocabulary costs and saves: `python tests/export/measure_draft_vocab.py BUNDLE TEXTS.jsonl`.
+"""Print what a smaller draft vocabulary costs: `python tests/export/measure_draft_vocab.py BUNDLE TEXTS.jsonl`.
 
 BUNDLE has a draft with all its logits. Its LM head is cut to the most useful 8k, 16k, 32k and 64k ids, and a step of
 each of these drafts is timed, interleaved. Acceptance is teacher-forced: at each position of each text, how much of the
 target's distribution the draft meets, the sum of min(p, q) at temperature 1, and whether the best tokens are equal.
 A line of TEXTS.jsonl has `category` and `text`, or `turns` (Spec-Bench's format, whose first prompt is the text), or
 `prompt` and `text` as ids of which the latter were written by the target.
-With `--drafts DIR…` the drafts of other bundles, of other precisions and block sizes, are compared as well.
+With `--drafts DIR…` the drafts of other bundles, of other precisions and block sizes, are compared as well; of a
+bundle without a draft it is its only model.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def probabilities(model: OrtModel, ids: list[int], width: int, start: int) -> ND
         piece = ids[at : at + ROWS]
         rows.append(model.forward(piece, cache, len(piece))[:, :width].copy())
     logits = np.concatenate(rows)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    weights: NDArray[np.float32] = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
 
 
 def texts_of(path: Path, encode: Callable[[str], list[int]]) -> list[tuple[str, list[int], int]]:
@@ -112,7 +114,10 @@ def main() -> None:
     vocab = entry.vocab_size
     kept = {size: useful_ids(fast, entry.eos_token_ids, size) for size in SIZES if size < vocab}
     full = OrtModel.open(bundle, "draft")
-    others = {folder.name: OrtModel.open(Bundle.open(folder), "draft") for folder in arguments.drafts}
+    others = {}
+    for folder in arguments.drafts:
+        other = Bundle.open(folder)
+        others[folder.name] = OrtModel.open(other, "draft" if other.manifest.draft else "target")
     with tempfile.TemporaryDirectory() as folder:
         drafts = {"full": full}
         drafts |= {f"{size}": cut_draft(bundle, ids, Path(folder) / str(size)) for size, ids in kept.items()}
@@ -128,13 +133,15 @@ def main() -> None:
             cuts = {name: q, **{f"{size}": q for size in kept if name == "full"}}
             cuts |= {f"{size}, by id": q for size in kept if name == "full"}
             for cut, row in cuts.items():
-                there: NDArray[np.int32] | slice = slice(None)
+                there = np.arange(vocab)
                 if cut != name:
                     size = int(cut.partition(",")[0])
-                    there = np.arange(size) if cut.endswith("by id") else kept[size]
-                meets = np.minimum(p[:, there], row[:, there] / row[:, there].sum(-1, keepdims=True)).sum(-1)
-                best = row[:, there].argmax(-1) if isinstance(there, slice) else there[row[:, there].argmax(-1)]
+                    there = there[:size] if cut.endswith("by id") else kept[size].astype(np.int64)
+                left = row[:, there]
+                meets = np.minimum(p[:, there], left / left.sum(-1, keepdims=True)).sum(-1)
+                best = there[left.argmax(-1)]
                 sums[category][cut] += zip(meets.tolist(), (best == p.argmax(-1)).tolist(), strict=True)
+        print_row(category, sums[category])
     print("\nacceptance, teacher-forced: sum of min(p, q) / equal best token, in %")
     every: dict[str, list[tuple[float, bool]]] = defaultdict(list)
     for category, by_cut in sums.items():

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from tiny import sizes, tiny_checkpoint, tiny_tokenizer
 
 import paceline
@@ -25,6 +26,8 @@ from paceline_export.export import export_bundle
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.passes.lm_head import cut_lm_head
 from paceline_export.source import resolve
+from paceline_tools.info import command as info
+from paceline_tools.verify import command as verify
 
 KEPT = 150
 PROMPT = [5, 6, 7]
@@ -119,6 +122,17 @@ def test_a_constraint_and_a_draft_that_knows_none_of_its_ids(decoder: Speculativ
     ]
     assert texts[0] == texts[1]
     assert set(texts[0]) <= set(unknown)
+
+
+def test_info_shows_it(pair: Path) -> None:
+    lines = [line.split() for line in CliRunner().invoke(info, [str(pair)]).stdout.splitlines()]
+    assert ["logits", "width", "272", "150", "of", "272", "ids"] in lines
+
+
+def test_verify_finds_the_law_kept(pair: Path) -> None:
+    result = CliRunner().invoke(verify, [str(pair), "--seed", "1", "--samples", "100"])
+    assert result.exit_code == 0, result.output
+    assert "PASSED" in result.stdout
 
 
 CONFIGS = {
