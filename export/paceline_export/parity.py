@@ -2,6 +2,7 @@
 
 The weights are read back from the bundle (quantised ones as the values they stand for) into transformers' own model,
 with its own attention, so that what is compared is the graph: tracing, fused operators, rotation, caches, rollback.
+Of a draft with logits for some ids, these are compared; that they stand for the right ids cannot be seen from a bundle.
 """
 
 from __future__ import annotations

@@ -138,14 +138,10 @@ def test_verify_finds_the_law_kept(pair: Path) -> None:
 CONFIGS = {
     "tied": transformers.LlamaConfig(**sizes(tie_word_embeddings=True)),
     "scaled": transformers.GraniteConfig(**sizes(logits_scaling=2.0)),
-    "bounded": transformers.Gemma2Config(**sizes(head_dim=16, tie_word_embeddings=False)),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("tied", "fp32"), ("tied", "fp16"), ("tied", "int4"), ("scaled", "int8"), ("bounded", "fp32")],
-)
+@pytest.mark.parametrize(("name", "precision"), [("tied", "fp16"), ("tied", "int4"), ("scaled", "int8")])
 def test_the_kept_rows_are_those_of_torch(name: str, precision: str, tmp_path: Path) -> None:
     source = resolve(str(tiny_checkpoint(tmp_path / "model", CONFIGS[name])))
     export_bundle(source, source, tmp_path / "bundle", precision=precision, block_size=32, draft_vocab=KEPT)
@@ -157,13 +153,6 @@ def test_the_kept_rows_are_those_of_torch(name: str, precision: str, tmp_path: P
     torch.testing.assert_close(cut.pop("lm_head.weight"), whole.pop("lm_head.weight")[ids], rtol=0, atol=0)
     assert cut.keys() == whole.keys()
     assert all(torch.equal(cut[key], whole[key]) for key in whole)
-
-
-def test_the_check_sees_a_map_that_is_not_the_graphs(pair: Path, tmp_path: Path) -> None:
-    ids = np.load(pair / "draft/logit_ids.npy")
-    unused = min(set(range(256)) - set(ids.tolist()))
-    other = np.sort(np.append(ids[1:], unused)).astype(np.int32)
-    assert not check_bundle(Bundle.open(with_map(pair, tmp_path / "other", other))).passed
 
 
 def with_map(pair: Path, folder: Path, ids: Any) -> Path:
