@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,17 +15,15 @@ from paceline.errors import InvalidInputError
 
 from .pair import token_texts
 
-__all__ = ["DEFAULT_DRAFT_VOCAB", "corpus", "useful_ids"]
-
-# Where the vocabulary is larger. What it brings: README, "What is measured".
-DEFAULT_DRAFT_VOCAB = 65536
+__all__ = ["corpus", "useful_ids"]
 
 
 def useful_ids(tokenizer: Any, end_token_ids: Iterable[int], count: int) -> NDArray[np.int32]:
     """The `count` ids that are drafted most often, rising.
 
-    Special, added and end tokens come first, then what the corpus holds, the more frequent before, then the others in
-    order of their ids: those of a tokenizer that was made by merging, or by scores, come from frequent to rare.
+    Special, added and end tokens come first, then what the corpus holds, the more frequent before. Of the others each
+    script keeps the same share, in order of the ids: those of a tokenizer that was made by merging, or by scores, come
+    from frequent to rare, but a vocabulary may be several, one behind the other (Qwen's Chinese stands behind 100,000).
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -48,8 +47,20 @@ def useful_ids(tokenizer: Any, end_token_ids: Iterable[int], count: int) -> NDAr
     counts: Counter[int] = Counter()
     for encoding in tokenizer.backend_tokenizer.encode_batch(list(corpus()), add_special_tokens=False):
         counts.update(encoding.ids)
-    order = sorted(known, key=lambda token_id: (token_id not in always, -counts[token_id], token_id))
+    share = _rank_in_script(tokenizer, known)
+    order = sorted(known, key=lambda token_id: (token_id not in always, -counts[token_id], share[token_id], token_id))
     return np.sort(np.array(order[:count], np.int32))
+
+
+def _rank_in_script(tokenizer: Any, ids: list[int]) -> dict[int, float]:
+    """Where each id stands among those of its script, from 0 to 1; ids without a letter are a script of their own."""
+    texts = tokenizer.backend_tokenizer.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+    by_script: dict[str, list[int]] = {}
+    for token_id, text in zip(ids, texts, strict=True):
+        letter = next((character for character in text if character.isalpha()), "")
+        script = unicodedata.name(letter, "").partition(" ")[0] if letter else ""
+        by_script.setdefault(script, []).append(token_id)
+    return {token_id: rank / len(own) for own in by_script.values() for rank, token_id in enumerate(own)}
 
 
 def corpus() -> Iterator[str]:

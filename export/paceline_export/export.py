@@ -36,7 +36,7 @@ from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
-from .draft_vocab import DEFAULT_DRAFT_VOCAB, useful_ids
+from .draft_vocab import useful_ids
 from .pair import check_pair, check_widths, token_texts
 from .passes.lm_head import cut_lm_head
 from .passes.norms import fuse_residual_norms
@@ -99,8 +99,8 @@ def export_bundle(
         out: folder of the bundle; it must not exist unless `overwrite`.
         precision: of the target, a key of `paceline_export.quantize.PRECISIONS`.
         draft_precision: of the draft; None means the target's.
-        draft_vocab: ids that the draft keeps its logits for, the most useful ones; 0 keeps all, and so does a number
-            that is not below that of the vocabulary. None means `DEFAULT_DRAFT_VOCAB`.
+        draft_vocab: ids that the draft keeps its logits for, the most useful ones. None and 0 keep all, and so does a
+            number that is not below that of the vocabulary.
         max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
         block_size: values that share a scale in quantised projections.
         overwrite: replace an existing bundle once the new one is complete.
@@ -287,10 +287,9 @@ def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
 
 def _logit_ids(checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int | None) -> NDArray[np.int32] | None:
     """The ids that the draft keeps its logits for; None for all."""
-    count = DEFAULT_DRAFT_VOCAB if wanted is None else wanted
-    if count == 0 or count >= len(token_texts(checkpoint.tokenizer)):
+    if not wanted or wanted >= len(token_texts(checkpoint.tokenizer)):
         return None
-    return useful_ids(checkpoint.tokenizer, end_tokens, count)
+    return useful_ids(checkpoint.tokenizer, end_tokens, wanted)
 
 
 def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:

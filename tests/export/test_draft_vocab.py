@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner
@@ -211,7 +212,7 @@ def test_bad_manifests_are_refused(pair: Path, tmp_path: Path, which: str, value
 
 def test_bundles_from_before_open(target: Path, tmp_path: Path) -> None:
     source = resolve(str(target))
-    export_bundle(source, source, tmp_path / "bundle", precision="fp32")  # 262 ids: the default keeps all
+    export_bundle(source, source, tmp_path / "bundle", precision="fp32")  # the default keeps all
     data = json.loads((tmp_path / "bundle" / MANIFEST_NAME).read_text())
     assert (data["target"].pop("logit_ids"), data["draft"].pop("logit_ids")) == (None, None)
     assert not (tmp_path / "bundle/draft/logit_ids.npy").exists()
@@ -236,6 +237,16 @@ def test_useful_ids_are_special_tokens_then_those_of_the_corpus() -> None:
     for size in (5, 265):
         with pytest.raises(InvalidInputError, match="choose from 6 to 264"):
             useful_ids(tokenizer, (260,), size)
+
+
+def test_every_script_keeps_the_same_share() -> None:
+    """Hebrew ids stand behind all Latin ones, as if they had been added later; the corpus holds none of either."""
+    rare = [f"{letter}{letter}{letter}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    hebrew = [chr(0x5D0 + place) * 3 for place in range(26)]
+    vocabulary = {text: token_id for token_id, text in enumerate([*rare, *hebrew, "?"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    assert useful_ids(tokenizer, (), 21).tolist() == [*range(10), *range(26, 36), 52]
 
 
 @pytest.mark.parametrize(

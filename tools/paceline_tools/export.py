@@ -39,7 +39,7 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
     "--draft-vocab",
     metavar="N",
     type=DRAFT_VOCAB,
-    help="Ids that the draft can propose, the most useful ones; 0 or full: all.  [default: at most 65536]",
+    help="Ids that the draft can propose, the most useful ones.  [default: full, which is all]",
 )
 @click.option(
     "--max-length", metavar="N", type=int, help="Largest context, at least 74.  [default: the model's, at most 32768]"
