@@ -21,7 +21,7 @@ def read_logit_ids(bundle: Bundle, entry: ModelEntry) -> NDArray[np.int64] | Non
         return None
     path, num_ids = bundle.path(entry.logit_ids.path), bundle.manifest.tokenizer.vocab_size
     try:
-        ids = np.load(path, allow_pickle=False)
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header that promises too much takes nothing
     except (OSError, ValueError, EOFError) as error:
         raise BundleError(f"{path} is no numpy array: {error} Export the bundle again.") from error
     found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
