@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 import paceline
 from paceline.bundle import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     FileEntry,
+    LogitIdsEntry,
     Manifest,
     ModelEntry,
     SourceEntry,
@@ -33,7 +36,9 @@ from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
+from .draft_vocab import useful_ids
 from .pair import check_pair, check_widths, token_texts
+from .passes.lm_head import cut_lm_head
 from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
 from .passes.tied import alias_tied_table
@@ -82,6 +87,7 @@ def export_bundle(
     *,
     precision: str = "int4",
     draft_precision: str | None = None,
+    draft_vocab: int | None = None,
     max_length: int | None = None,
     block_size: int = 128,
     overwrite: bool = False,
@@ -95,6 +101,8 @@ def export_bundle(
         out: folder of the bundle; it must not exist unless `overwrite`.
         precision: of the target, a key of `paceline_export.quantize.PRECISIONS`.
         draft_precision: of the draft; None means the target's.
+        draft_vocab: ids that the draft keeps its logits for, the most useful ones. None and 0 keep all, and so does a
+            number that is not below that of the vocabulary.
         max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
         block_size: values that share a scale in quantised projections.
         overwrite: replace an existing bundle once the new one is complete.
@@ -112,6 +120,7 @@ def export_bundle(
         has_draft=draft is not None,
         precision=precision,
         draft_precision=draft_precision,
+        draft_vocab=draft_vocab,
         max_length=max_length,
         block_size=block_size,
         overwrite=overwrite,
@@ -131,6 +140,7 @@ def export_bundle(
         if checkpoint.packing is not None:
             checkpoint.packing.check_precision(checkpoint.source.name, precisions[which])
     end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
+    logit_ids = _logit_ids(checkpoints["target"], end_tokens, draft_vocab) if draft is not None else None
     lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
 
     checked = {which: _check_weights(checkpoint) for which, checkpoint in checkpoints.items()}
@@ -145,13 +155,22 @@ def export_bundle(
                 report(f"{which}: {stage}", done + share * part)
 
             entries[which] = _export_model(
-                checkpoint, checked[which][0], folder, which, precisions[which], lengths[which], block_size, within
+                checkpoint,
+                checked[which][0],
+                folder,
+                which,
+                precisions[which],
+                lengths[which],
+                block_size,
+                logit_ids if which == "draft" else None,
+                within,
             )
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
         tokenizer = _write_tokenizer(checkpoints["target"], end_tokens, folder)
+        kept = None if logit_ids is None else logit_ids.tolist()
         draft_width = entries["draft"].vocab_size if draft is not None else None
-        sampler = write_sampler(folder, tokenizer.vocab_size, entries["target"].vocab_size, draft_width)
+        sampler = write_sampler(folder, tokenizer.vocab_size, entries["target"].vocab_size, draft_width, kept)
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         files = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
         manifest = Manifest(
@@ -189,6 +208,7 @@ def check_arguments(
     has_draft: bool,
     precision: str,
     draft_precision: str | None,
+    draft_vocab: int | None,
     max_length: int | None,
     block_size: int,
     overwrite: bool,
@@ -204,6 +224,7 @@ def check_arguments(
         ("has_draft", has_draft, (bool,)),
         ("precision", precision, (str,)),
         ("draft_precision", draft_precision, (str, type(None))),
+        ("draft_vocab", draft_vocab, (int, type(None))),
         ("max_length", max_length, (int, type(None))),
         ("block_size", block_size, (int,)),
         ("overwrite", overwrite, (bool,)),
@@ -216,6 +237,11 @@ def check_arguments(
         weight_format(draft_precision)
         if not has_draft:
             raise InvalidInputError(f"draft_precision={draft_precision!r} is for a draft model, and there is none.")
+    if draft_vocab is not None:
+        if draft_vocab < 0:
+            raise InvalidInputError(f"draft_vocab must be a number of ids, or 0 for all, got {draft_vocab}.")
+        if not has_draft:
+            raise InvalidInputError(f"draft_vocab={draft_vocab} is for a draft model, and there is none.")
     if block_size not in BLOCK_SIZES:
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
@@ -264,6 +290,13 @@ def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
     return int(min(own, wanted))
 
 
+def _logit_ids(checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int | None) -> NDArray[np.int32] | None:
+    """The ids that the draft keeps its logits for; None for all."""
+    if not wanted or wanted >= len(token_texts(checkpoint.tokenizer)):
+        return None
+    return useful_ids(checkpoint.tokenizer, end_tokens, wanted)
+
+
 def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     """Check the headers of a checkpoint's files against its model, since the trace takes long.
 
@@ -287,9 +320,10 @@ def _export_model(
     precision: str,
     max_length: int,
     block_size: int,
+    logit_ids: NDArray[np.int32] | None,
     report: _OnProgress,
 ) -> ModelEntry:
-    """Write one model's graph and weights into the bundle and describe them."""
+    """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
     stored, packing = weight_format(precision), checkpoint.packing
     block = packing.group_size if packing is not None and packing.group_size in BLOCK_SIZES else block_size
     if packing is not None and stored.bits is not None:
@@ -322,6 +356,11 @@ def _export_model(
     report("write", 0.8)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
+    kept = None
+    if logit_ids is not None:
+        cut_lm_head(traced.model, logit_ids)
+        kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
+        np.save(folder / kept.path, logit_ids, allow_pickle=False)
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
     try:
         ir.save(traced.model, path, external_data="model.onnx.data")
@@ -343,11 +382,12 @@ def _export_model(
         num_kv_heads=traced.num_kv_heads,
         head_size=traced.head_size,
         max_length=max_length,
-        vocab_size=traced.vocab_size,
+        vocab_size=traced.vocab_size if logit_ids is None else len(logit_ids),
         kv_dtype=cast(Literal["float32", "float16"], stored.dtype),
         inputs=_specs(traced, traced.model.graph.inputs),
         outputs=_specs(traced, traced.model.graph.outputs),
         source=SourceEntry(source.name, source.kind, source.sha256()),
+        logit_ids=kept,
     )
 
 

@@ -2,6 +2,7 @@
 
 The weights are read back from the bundle (quantised ones as the values they stand for) into transformers' own model,
 with its own attention, so that what is compared is the graph: tracing, fused operators, rotation, caches, rollback.
+Of a draft with logits for some ids, these are compared; that they stand for the right ids cannot be seen from a bundle.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from paceline.bundle import Bundle, ModelEntry
 from paceline.errors import BundleError
+from paceline.logit_ids import read_logit_ids
 from paceline.model import CausalLM
 from paceline.ort import OrtModel, open_session
 from paceline.tokenizer import Tokenizer
@@ -177,6 +179,8 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
             found[arithmetic] = _onnx_logits(_open(bundle, which, entry, arithmetic), ids)
         report(f"{which}: torch")
         expected = _torch_logits(reference_model(bundle, entry), ids)
+        if (logit_ids := read_logit_ids(bundle, entry)) is not None:
+            expected = {name: np.ascontiguousarray(rows[:, logit_ids]) for name, rows in expected.items()}
         for arithmetic, logits in found.items():
             tolerance = TOLERANCES[arithmetic]
             phases = tuple(compare(name, expected[name], logits[name], tolerance.near_tie) for name in expected)
@@ -229,11 +233,16 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     tied = dict(model_class._tied_weights_keys or {}) if config.tie_word_embeddings else {}
     config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     with torch.device("meta"):
-        own = set(model_class(config).state_dict())  # the graph holds factors, too, that the model computes by itself
+        own = model_class(config).state_dict()
+    # The graph holds factors, too, that the model computes by itself.
     weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
     for pair in tied.items():  # one stands for both where they share it
         if len(found := [weights[name] for name in pair if name in weights]) == 1:
             weights |= dict.fromkeys(pair, found[0])
+    if (logit_ids := read_logit_ids(bundle, entry)) is not None:  # zeros stand for rows that the LM head does not keep
+        for name, value in weights.items():
+            if value.shape[0] == len(logit_ids) < own[name].shape[0]:
+                weights[name] = torch.zeros(own[name].shape).index_copy_(0, torch.from_numpy(logit_ids), value)
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:

@@ -6,6 +6,7 @@ The manifest is the only contract between export and runtime. Nothing in a bundl
 bundle/paceline.json                 this module's Manifest
 bundle/target/model.onnx  model.onnx.data  config.json
 bundle/draft/…                       the same for the draft model, when there is one
+bundle/draft/logit_ids.npy           the ids that the draft model has logits for, when these are not all
 bundle/sampler/*.onnx                sampling and verification as graphs
 bundle/tokenizer.json  chat_template.jinja  generation_config.json
 ```
@@ -31,6 +32,7 @@ __all__ = [
     "SAMPLER_BLOCK",
     "Bundle",
     "FileEntry",
+    "LogitIdsEntry",
     "Manifest",
     "ModelEntry",
     "SamplerEntry",
@@ -95,6 +97,17 @@ class TokenizerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitIdsEntry:
+    """A model that takes `num_input_ids` ids in and has logits for some of them: those in the file at `path`.
+
+    The file is a numpy array of int32 `[logits]`, the id that each logit stands for, in rising order.
+    """
+
+    path: str
+    num_input_ids: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
     """One exported model: its graph, its shapes, and how its weights are stored."""
 
@@ -113,6 +126,7 @@ class ModelEntry:
     outputs: tuple[TensorSpec, ...]
     source: SourceEntry
     prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
+    logit_ids: LogitIdsEntry | None = None  # None where the i-th logit stands for id i
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
@@ -132,6 +146,16 @@ class ModelEntry:
                 f"{self.path}: its output 'logits' is not {self.vocab_size} wide; the manifest contradicts itself. "
                 "Export the bundle again."
             )
+        if not self.vocab_size <= self.num_input_ids < 2**31:
+            raise BundleError(
+                f"{self.path}: it has {self.vocab_size} logits for {self.num_input_ids} input ids; the manifest "
+                "contradicts itself. Export the bundle again."
+            )
+
+    @property
+    def num_input_ids(self) -> int:
+        """Ids `0 … num_input_ids - 1` can be fed."""
+        return self.vocab_size if self.logit_ids is None else self.logit_ids.num_input_ids
 
     @property
     def kv_bytes_per_position(self) -> int:
@@ -170,6 +194,16 @@ class Manifest:
         for model in (self.target, self.draft):
             if model is not None and model.path not in self.files:
                 raise BundleError(f"The manifest names the graph {model.path!r} but does not list it among its files.")
+        if self.target.logit_ids is not None:
+            raise BundleError("The target must have a logit for every id, but the manifest names 'logit_ids' of it.")
+        if self.draft is not None and (kept := self.draft.logit_ids) is not None:
+            if kept.path not in self.files:
+                raise BundleError(f"The manifest names {kept.path!r} but does not list it among its files.")
+            if kept.num_input_ids < self.tokenizer.vocab_size:
+                raise BundleError(
+                    f"The tokenizer has {self.tokenizer.vocab_size} ids, of which the draft can read only "
+                    f"{kept.num_input_ids}; export the bundle again."
+                )
         if self.sampler is None:
             return
         width = -(-self.tokenizer.vocab_size // SAMPLER_BLOCK) * SAMPLER_BLOCK

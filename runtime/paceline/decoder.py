@@ -69,10 +69,16 @@ class SpeculativeDecoder:
         for name, model in (("target", self.target), ("draft", self.draft)):
             if model is None and name == "draft":
                 continue
-            if not all(hasattr(model, part) for part in ("vocab_size", "max_length", "new_cache", "forward")):
+            if not all(
+                hasattr(model, part) for part in ("vocab_size", "logit_ids", "max_length", "new_cache", "forward")
+            ):
                 raise InvalidInputError(f"{name} must be a model as paceline.CausalLM says, got {shown(model)}.")
         if not _is_int(self.vocab_size):
             raise InvalidInputError(f"vocab_size must be an integer, got {shown(self.vocab_size)}.")
+        if self.target.logit_ids is not None:
+            raise InvalidInputError(
+                "The target must have a logit for every id, but it has logit_ids; it can only draft."
+            )
         if not 1 <= self.vocab_size <= self.target.vocab_size:
             raise InvalidInputError(
                 f"vocab_size must be between 1 and the target's {self.target.vocab_size} logits, got {self.vocab_size}."

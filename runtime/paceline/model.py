@@ -24,6 +24,13 @@ class CausalLM(Protocol):
         """Width of the logits. May exceed the tokenizer's vocabulary (padding)."""
 
     @property
+    def logit_ids(self) -> NDArray[np.int64] | None:
+        """The id that each logit stands for, `[vocab_size]`, each at most once; None where the i-th stands for id i.
+
+        A model that has them has logits for some of the vocabulary's ids, and can be fed all. It may only draft.
+        """
+
+    @property
     def max_length(self) -> int:
         """Largest number of positions that a cache of this model can have."""
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .bundle import Bundle, ModelEntry
 from .errors import BundleError, InstallationError, InvalidInputError, shown
 from .kv_cache import KVCache, SavedKV
+from .logit_ids import read_logit_ids
 
 __all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
 
@@ -120,9 +121,10 @@ class OrtKVCache(KVCache):
 class OrtModel:
     """A causal language model run by ONNX Runtime; see `paceline.model.CausalLM`."""
 
-    def __init__(self, session: Any, entry: ModelEntry) -> None:
+    def __init__(self, session: Any, entry: ModelEntry, logit_ids: NDArray[np.int64] | None = None) -> None:
         self.session = session
         self.entry = entry
+        self._logit_ids = logit_ids
         self.past_names = [spec.name for spec in entry.inputs if spec.name.startswith("past_key_values.")]
         self.present_names = [name.replace("past_key_values.", "present.") for name in self.past_names]
 
@@ -145,8 +147,9 @@ class OrtModel:
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
+        logit_ids = read_logit_ids(bundle, entry)
         session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
-        model = cls(session, entry)
+        model = cls(session, entry, logit_ids)
         model._check_against_manifest(bundle.root)
         return model
 
@@ -154,6 +157,11 @@ class OrtModel:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self.entry.vocab_size
+
+    @property
+    def logit_ids(self) -> NDArray[np.int64] | None:
+        """The id that each logit stands for, rising; None where the i-th stands for id i."""
+        return self._logit_ids
 
     @property
     def max_length(self) -> int:
@@ -182,9 +190,10 @@ class OrtModel:
         if not 1 <= num_logits <= count:
             raise InvalidInputError(f"num_logits must be between 1 and the {count} tokens fed, got {num_logits}.")
         ids = np.array(tokens, np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            bad = next(int(token) for token in tokens if not 0 <= token < self.vocab_size)
-            raise InvalidInputError(f"Token id {bad} is outside the model's {self.vocab_size} ids.")
+        num_ids = self.entry.num_input_ids
+        if ids.min() < 0 or ids.max() >= num_ids:
+            bad = next(int(token) for token in tokens if not 0 <= token < num_ids)
+            raise InvalidInputError(f"Token id {bad} is outside the model's {num_ids} ids.")
         # Long inputs go in pieces; the last piece holds every row whose logits are wanted.
         last = max(min(count, PREFILL_ROWS), num_logits)
         position = 0

@@ -117,9 +117,9 @@ class GraphDrafter(DraftModelDrafter):
         if not self._knows(feed):
             return 0
         # Where nothing is left for this model the draft ends, as on the host; the target may still have something.
-        num_ids = min(self._graph_model.vocab_size, self._inputs.vocab_size)
         return next(
-            (step for step in range(room) if not self._inputs.leaves_a_token(len(tokens) + step, num_ids)), max(room, 0)
+            (step for step in range(room) if not self._inputs.leaves_a_token(len(tokens) + step, self._ids)),
+            max(room, 0),
         )
 
     def draft(

@@ -164,18 +164,18 @@ class GraphInputs:
         self._bias[0, list(params.banned_token_ids)] = -np.inf
         self._num_forbidden = int(np.count_nonzero(np.isneginf(self._bias)))
 
-    def leaves_a_token(self, position: int, num_ids: int) -> bool:
-        """Whether biases and masks leave one of the first `num_ids` ids at `position`, whatever the logits are."""
+    def leaves_a_token(self, position: int, ids: NDArray[np.int64]) -> bool:
+        """Whether biases and masks leave one of `ids`, which rise, at `position`, whatever the logits are."""
         num_new = position - self._num_prompt_tokens
         ends = self._end_token_ids if num_new < self.params.min_new_tokens else []
         if num_new < len(self.params.forced_token_ids):
             forced = self.params.forced_token_ids[num_new]
-            return forced < num_ids and forced not in ends and bool(self._bias[0, forced] > -np.inf)
-        if self._num_forbidden + len(ends) < num_ids:
+            at = int(np.searchsorted(ids, forced))
+            known = at < len(ids) and ids[at] == forced
+            return bool(known and forced not in ends and self._bias[0, forced] > -np.inf)
+        if self._num_forbidden + len(ends) < len(ids):
             return True
-        left = self._bias[0, :num_ids] > -np.inf
-        left[[token_id for token_id in ends if token_id < num_ids]] = False
-        return bool(left.any())
+        return bool(((self._bias[0, ids] > -np.inf) & ~np.isin(ids, ends)).any())
 
     def move(self, tokens: Sequence[int]) -> None:
         """Count the tokens that the text has grown by."""

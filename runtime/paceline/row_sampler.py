@@ -78,6 +78,11 @@ class RowSampler:
         """Whether the most probable token is taken instead of drawing one."""
         return self.params.greedy
 
+    @property
+    def leaves_logits_alone(self) -> bool:
+        """Whether no penalty, bias or mask changes any row: then a row of some ids' logits may be given, too."""
+        return self._leaves_logits_alone
+
     def distribution(
         self, logits: FloatArray, tokens: Sequence[int], drafted: Sequence[int], model: str = "target"
     ) -> FloatArray:

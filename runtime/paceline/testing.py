@@ -103,6 +103,11 @@ class TableModel:
         return int(self._table.shape[-1])
 
     @property
+    def logit_ids(self) -> NDArray[np.int64] | None:
+        """None: the i-th logit stands for id i."""
+        return None
+
+    @property
     def max_length(self) -> int:
         """Largest number of positions of a cache."""
         return self._max_length
@@ -230,7 +235,6 @@ def enumerate_law(
     rule: str = "token",
     constraint: Constraint | None = None,
     end_token_ids: frozenset[int] = frozenset(),
-    draft_logit_ids: NDArray[np.int64] | None = None,
     new_planner: Callable[[], Planner] | None = None,
 ) -> dict[tuple[int, ...], float]:
     """Exact distribution of the next `num_tokens` tokens that rounds of speculative sampling produce.
@@ -250,7 +254,6 @@ def enumerate_law(
         rule: a key of `VERIFICATION_RULES`.
         constraint: says what may follow a prefix, in the target's and the draft model's eyes.
         end_token_ids: end a text.
-        draft_logit_ids: the ids that the draft model's logits stand for; see `DraftModelDrafter`.
         new_planner: makes what the draft model asks before each step and each draw.
 
     Returns:
@@ -273,7 +276,7 @@ def enumerate_law(
             return None
         cache = draft.new_cache(draft.max_length)
         planner = new_planner() if new_planner else None
-        return DraftModelDrafter(draft, cache, row_sampler(draft_sampling or sampling), vocab, draft_logit_ids, planner)
+        return DraftModelDrafter(draft, cache, row_sampler(draft_sampling or sampling), vocab, planner)
 
     def one_round(text: tuple[int, ...], num_left: int, chance: Chance) -> tuple[int, ...]:
         tokens = [*prompt, *text]

@@ -138,7 +138,11 @@ class ReducedTable(TableModel):
 
     def __init__(self, table: TableModel, logit_ids: Sequence[int]) -> None:
         super().__init__(np.zeros((len(logit_ids),) * 2))
-        self._whole, self._logit_ids = table, list(logit_ids)
+        self._whole, self._logit_ids = table, np.array(logit_ids)
+
+    @property
+    def logit_ids(self) -> NDArray[np.int64]:
+        return self._logit_ids
 
     def new_cache(self, max_length: int) -> TableCache:
         return self._whole.new_cache(max_length)
@@ -149,7 +153,7 @@ class ReducedTable(TableModel):
 
 def _reduced(vocab: int, seed: int) -> dict[str, Any]:
     logit_ids = [vocab - 1, 0, 2, 1, 3][: vocab - 1]
-    return {"draft": ReducedTable(table(vocab, seed), logit_ids), "draft_logit_ids": np.array(logit_ids)}
+    return {"draft": ReducedTable(table(vocab, seed), logit_ids)}
 
 
 def _even(text: Sequence[int]) -> bool:

@@ -15,6 +15,8 @@ from paceline.sampling import SamplingParams
 from paceline.testing import TableModel
 from paceline.verify import Draft
 
+from .law_cases import ReducedTable
+
 HUGE = 10**5000  # more digits than Python turns into text
 
 
@@ -61,6 +63,7 @@ def test_arguments_of_any_kind_are_refused_with_a_message(arguments: dict[str, A
     [
         ((None, None, None, 4), "target must be a model as paceline.CausalLM says, got None"),
         ((TableModel.random(4, seed=1), "draft", None, 4), "draft must be a model"),
+        ((ReducedTable(TableModel.random(4, seed=1), [0, 2]), None, None, 2), "target must have a logit for every id"),
         ((TableModel.random(4, seed=1), None, None, "4"), "vocab_size must be an integer, got '4'"),
     ],
 )

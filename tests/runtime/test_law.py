@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from paceline.decoder import SpeculativeDecoder
@@ -93,7 +92,6 @@ def test_case_17_the_law_holds_for_padded_and_narrower_widths(num_draft_tokens: 
             4,
             num_draft_tokens=num_draft_tokens,
             draft=reduced,
-            draft_logit_ids=np.array([3, 1, 0]),
             rule=rule,
         )
 

@@ -97,7 +97,7 @@ def drafts_of(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
         }
     if kind == "reduced":
         logit_ids = draw(st.lists(ids(vocab), min_size=1, max_size=vocab, unique=True))
-        return {"draft": ReducedTable(model, logit_ids), "draft_logit_ids": np.array(logit_ids)}
+        return {"draft": ReducedTable(model, logit_ids)}
     return {"draft": TableModel.random(vocab - 1, seed=5, dtype="f8") if kind == "narrower" else model}
 
 

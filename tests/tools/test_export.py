@@ -56,7 +56,18 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     result = invoke(
         *("export", "--target", "big", "--draft", "small", "-o", out, "--precision", "int8", "--draft-precision"),
-        *("fp16", "--max-length", 4096, "--block-size", 32, "--overwrite", "--cache-dir", tmp_path),
+        *(
+            "fp16",
+            "--draft-vocab",
+            5000,
+            "--max-length",
+            4096,
+            "--block-size",
+            32,
+            "--overwrite",
+            "--cache-dir",
+            tmp_path,
+        ),
     )
     assert result.exit_code == 0, result.output
     assert seen.exports == [("source big", "source small", out)]
@@ -65,6 +76,7 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     assert seen.options == {
         "precision": "int8",
         "draft_precision": "fp16",
+        "draft_vocab": 5000,
         "max_length": 4096,
         "block_size": 32,
         "overwrite": True,
@@ -82,10 +94,17 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     assert seen.options == {
         "precision": "int4",
         "draft_precision": None,
+        "draft_vocab": None,
         "max_length": None,
         "block_size": 128,
         "overwrite": False,
     }
+
+
+def test_full_is_no_cut(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
+    options = ("--target", "big", "--draft", "small", "-o", tmp_path / "b", "--draft-vocab", "full")
+    assert invoke("export", *options).exit_code == 0
+    assert seen.options["draft_vocab"] == 0
 
 
 def test_the_recipe_of_a_pair_brings_both(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
@@ -119,6 +138,9 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
         (["--target", "big"], "Missing option '-o' / '--out'"),
         (["--target", "big", "-o", "new", "--precision", "int3"], "'int3' is not one of"),
         (["--target", "big", "-o", "new", "--draft-precision", "int4"], "is for a draft model"),
+        (["--target", "big", "-o", "new", "--draft-vocab", "64"], "draft_vocab=64 is for a draft model"),
+        (["--target", "big", "-o", "new", "--draft-vocab", "-1"], "got '-1'; full or a number of ids is expected"),
+        (["--target", "big", "-o", "new", "--draft-vocab", "all"], "got 'all'; full or a number of ids is expected"),
         (["--target", "big", "-o", str(Path(__file__).parent)], "exists already"),
         (["--target", "", "-o", "new"], "got ''; the name or path of a source is expected"),
         (["--target", "big", "--draft", "", "-o", "new"], "got ''; the name or path of a source is expected"),

@@ -12,12 +12,14 @@ import click
 __all__ = [
     "CACHE_DIR",
     "DRAFT_TOKENS",
+    "DRAFT_VOCAB",
     "FOLDER",
     "NUMBERS",
     "OUTPUT_FILE",
     "SOURCE",
     "THREADS",
     "DraftTokens",
+    "DraftVocab",
     "NumberRange",
     "check_text",
 ]
@@ -92,6 +94,22 @@ class DraftTokens(click.ParamType[int | str]):
         return number
 
 
+class DraftVocab(click.ParamType[int]):
+    """A number of ids, or full, which is 0."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Check the number."""
+        try:
+            number = 0 if value == "full" else int(value)
+        except ValueError:
+            number = -1
+        if number < 0:
+            self.fail(f"got {value!r}; full or a number of ids is expected.", param, ctx)
+        return number
+
+
 class NumberRange(click.FloatRange):
     """A range that holds numbers only: NaN lies below no bound and above none, so click lets it through."""
 
@@ -125,6 +143,7 @@ OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)
 SOURCE = FilledText()
 DRAFT_TOKENS = DraftTokens()
 NUMBERS = Numbers()
+DRAFT_VOCAB = DraftVocab()
 # ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
 THREADS = click.IntRange(1, 1024)
 

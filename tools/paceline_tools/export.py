@@ -11,7 +11,7 @@ import click
 
 from paceline_export.recipe import PairRecipe, find_recipe
 
-from .arguments import CACHE_DIR, FOLDER, SOURCE
+from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SOURCE
 from .progress import stages
 from .tables import duration, size, table
 
@@ -36,6 +36,12 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
 @click.option("--precision", type=_PRECISIONS, default="int4", show_default=True, help="How weights are stored.")
 @click.option("--draft-precision", type=_PRECISIONS, help="The draft's.  [default: as --precision]")
 @click.option(
+    "--draft-vocab",
+    metavar="N",
+    type=DRAFT_VOCAB,
+    help="Ids that the draft can propose, the most useful ones.  [default: full, which is all]",
+)
+@click.option(
     "--max-length", metavar="N", type=int, help="Largest context, at least 74.  [default: the model's, at most 32768]"
 )
 @click.option(
@@ -54,6 +60,7 @@ def command(
     out: Path,
     precision: str,
     draft_precision: str | None,
+    draft_vocab: int | None,
     max_length: int | None,
     block_size: int,
     overwrite: bool,
@@ -90,6 +97,7 @@ def command(
         has_draft=draft is not None,
         precision=precision,
         draft_precision=draft_precision,
+        draft_vocab=draft_vocab,
         max_length=max_length,
         block_size=block_size,
         overwrite=overwrite,
@@ -103,6 +111,7 @@ def command(
             out,
             precision=precision,
             draft_precision=draft_precision,
+            draft_vocab=draft_vocab,
             max_length=max_length,
             block_size=block_size,
             overwrite=overwrite,

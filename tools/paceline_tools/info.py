@@ -96,7 +96,9 @@ def _text(bundle: Bundle) -> str:
         "layers": lambda model: str(model.num_layers),
         "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
         "context": lambda model: f"{model.max_length} tokens",
-        "logits width": lambda model: str(model.vocab_size),
+        "logits width": lambda model: (
+            str(model.vocab_size) + (f" of {model.num_input_ids} ids" if model.logit_ids else "")
+        ),
         "KV cache per token": lambda model: f"{size(model.kv_bytes_per_position)} ({model.kv_dtype})",
         "KV cache, full context": lambda model: size(model.kv_bytes_per_position * model.max_length),
         "on disk": lambda model: size(_bytes_on_disk(bundle, model)),

@@ -205,7 +205,7 @@ def cache_rounds(
         found.append(_against_fresh(decoder.target, caches[0], tokens, decoder.vocab_size))
         if drafter.row is not None and played.num_accepted > drafter.row:
             break  # the wrong token was right, and the draft model has not seen it
-        if any(token >= decoder.draft.vocab_size for token in tokens):
+        if decoder.draft.logit_ids is None and any(token >= decoder.draft.vocab_size for token in tokens):
             break  # the draft model cannot read the text, and drafts no more
         found.append(_against_fresh(decoder.draft, caches[1], tokens, decoder.vocab_size))
     return found

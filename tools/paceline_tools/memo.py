@@ -59,6 +59,11 @@ class MemoModel:
         return self._model.vocab_size
 
     @property
+    def logit_ids(self) -> NDArray[np.int64] | None:
+        """The id that each logit stands for."""
+        return self._model.logit_ids
+
+    @property
     def max_length(self) -> int:
         """Largest number of positions of a cache."""
         return self._cache.max_length

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.errors import InvalidInputError, NoTokenLeftError
 from paceline.kv_cache import KVCache
@@ -33,7 +32,6 @@ class DraftModelDrafter:
         cache: KVCache,
         sampler: RowSampler,
         vocab_size: int,
-        logit_ids: NDArray[np.int64] | None = None,
         planner: Planner | None = None,
     ) -> None:
         """Draft with `model` over the ids `0 … vocab_size - 1`.
@@ -43,17 +41,16 @@ class DraftModelDrafter:
             cache: the draft model's; it holds nothing, or a beginning of the prompt.
             sampler: how draft tokens are drawn; it may differ from the target's without touching the law.
             vocab_size: size of the common vocabulary.
-            logit_ids: `[width]`, the id that each logit stands for, each at most once; None where the i-th logit
-                stands for id i.
             planner: asked before each step and each draw whether it is worth its cost; None drafts what is asked for.
 
         Raises:
-            InvalidInputError: `logit_ids` is not one id of the common vocabulary for every logit.
+            InvalidInputError: the model's `logit_ids` are not one id of the common vocabulary for every logit.
         """
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._vocab_size = vocab_size
+        logit_ids = model.logit_ids
         self._width = min(model.vocab_size, vocab_size) if logit_ids is None else len(logit_ids)
         if logit_ids is not None and (
             logit_ids.shape != (model.vocab_size,)
@@ -64,7 +61,10 @@ class DraftModelDrafter:
                 f"logit_ids must hold {model.vocab_size} different ids below {vocab_size}, one for each logit of the "
                 "draft model."
             )
-        self._logit_ids = logit_ids
+        self._ids = np.arange(self._width) if logit_ids is None else logit_ids  # that there are logits for
+        # Where nothing asks for a row by its ids, it need not be spread before a token is found.
+        self._is_narrow = self._width < vocab_size and sampler.leaves_logits_alone
+        self._spread_row = np.empty(0, np.float32)
         self._num_input_ids = model.vocab_size if logit_ids is None else vocab_size
         self._unknown_id = False
         self._planner = planner
@@ -98,18 +98,25 @@ class DraftModelDrafter:
             if token is None:
                 if self._planner and not self._planner.worth_a_step():
                     break
-                logits = self._spread(self._model.forward(feed, self._cache, 1)[0, : self._width])
+                logits = self._model.forward(feed, self._cache, 1)[0, : self._width]
+                if not self._is_narrow:
+                    logits = self._spread(logits)
                 feed = []
                 try:
                     if self._sampler.greedy:
                         token = self._sampler.greedy_token(logits, tokens, drafted, "draft")
                         if self._planner and not self._planner.worth_drawing(_softmax_at(logits, token)):
                             break
+                        if self._is_narrow:
+                            token = int(self._ids[token])
                     else:
-                        row = self._sampler.distribution(logits, tokens, drafted, "draft")  # [vocab]
+                        row = self._sampler.distribution(logits, tokens, drafted, "draft")
                         # Asked before the draw: a token that is drawn must be submitted.
                         if self._planner and not self._planner.worth_drawing(float(row.max())):
                             break
+                        if self._is_narrow:
+                            narrow, row = row, np.zeros(self._vocab_size, row.dtype)
+                            row[self._ids] = narrow
                         position = len(tokens) + len(drafted)
                         token = chance.draw(row, position, Purpose.DRAFT, round_start=len(tokens))
                 except NoTokenLeftError:  # whatever the target may still emit, this model has no logit for it
@@ -128,11 +135,12 @@ class DraftModelDrafter:
 
     def _spread(self, logits: FloatArray) -> FloatArray:
         """Logits over the common vocabulary; minus infinity for the ids that the draft model has no logit for."""
-        if self._logit_ids is None and len(logits) == self._vocab_size:
+        if self._width == self._vocab_size and self._model.logit_ids is None:
             return logits
-        row = np.full(self._vocab_size, -math.inf, logits.dtype)
-        row[slice(self._width) if self._logit_ids is None else self._logit_ids] = logits
-        return row
+        if not len(self._spread_row):  # the rest of it stays as it is from step to step
+            self._spread_row = np.full(self._vocab_size, -math.inf, logits.dtype)
+        self._spread_row[self._ids] = logits
+        return self._spread_row
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         if self._num_input_ids < self._vocab_size and not self._unknown_id:

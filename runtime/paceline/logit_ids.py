@@ -1,0 +1,39 @@
+"""The ids that a model of a bundle has logits for, where these are not all that it can be fed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle import Bundle, ModelEntry
+from .errors import BundleError
+
+__all__ = ["read_logit_ids"]
+
+
+def read_logit_ids(bundle: Bundle, entry: ModelEntry) -> NDArray[np.int64] | None:
+    """The id that each logit of a model stands for, `[vocab_size]`, rising; None where the i-th stands for id i.
+
+    Raises:
+        BundleError: the file is not what the manifest says: another type, length or order, or an id that has no text.
+    """
+    if entry.logit_ids is None:
+        return None
+    path, num_ids = bundle.path(entry.logit_ids.path), bundle.manifest.tokenizer.vocab_size
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header that promises too much takes nothing
+    except (OSError, ValueError, EOFError) as error:
+        raise BundleError(f"{path} is no numpy array: {error} Export the bundle again.") from error
+    found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    if found != f"int32 {[entry.vocab_size]}":
+        raise BundleError(
+            f"{path} holds {found}; expected int32 [{entry.vocab_size}], one id for each logit. Export the bundle "
+            "again."
+        )
+    steps = np.diff(ids)
+    if not 0 <= int(ids[0]) <= int(ids[-1]) < num_ids or (len(steps) and int(steps.min()) < 1):
+        raise BundleError(
+            f"{path} must hold rising ids below {num_ids}, each at most once, but it does not. Export the bundle again."
+        )
+    wide: NDArray[np.int64] = ids.astype(np.int64)
+    return wide
