@@ -358,7 +358,7 @@ def _export_model(
     path.parent.mkdir()
     kept = None
     if logit_ids is not None:
-        cut_lm_head(traced.model, logit_ids)
+        cut_lm_head(traced.model, logit_ids, embedding=traced.embedding)
         kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
         np.save(folder / kept.path, logit_ids, allow_pickle=False)
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__

@@ -239,6 +239,9 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     for pair in tied.items():  # one stands for both where they share it
         if len(found := [weights[name] for name in pair if name in weights]) == 1:
             weights |= dict.fromkeys(pair, found[0])
+    embedding = next((name for name in weights if name.endswith("embed_tokens.weight")), None)
+    if embedding is not None:  # blocks of a table that was the LM head, too, may be padded
+        weights[embedding] = weights[embedding][:, : own[embedding].shape[1]]
     if (logit_ids := read_logit_ids(bundle, entry)) is not None:  # zeros stand for rows that the LM head does not keep
         for name, value in weights.items():
             if value.shape[0] == len(logit_ids) < own[name].shape[0]:
@@ -265,13 +268,15 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     arrays = {
         name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
     }
+    heads = {str(node.inputs[1].name) for node in model.graph if node.op_type == "MatMulNBits" and node.inputs[1]}
     weights: dict[str, torch.Tensor] = {}
     for node in model.graph:
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
-        if "quantize_axis" in node.attributes and node.attributes["quantize_axis"].as_int() == 2:
+        name = next((str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")), "")
+        if not name or (node.op_type == "GatherBlockQuantized" and name in heads):
             continue  # a table that is the LM head, too, and read as that
-        name = next(str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")).removesuffix(".q")
+        name = name.removesuffix(".q")
         packed = arrays[f"{name}.q"].numpy()
         rows, bits, block = len(packed), node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()
         scales = arrays[f"{name}.scales"].numpy().astype(np.float32).reshape(rows, -1)

@@ -41,7 +41,7 @@ def cut_draft(bundle: Bundle, ids: NDArray[np.int32], folder: Path) -> OrtModel:
     entry = bundle.manifest.draft
     assert entry is not None
     model = ir.load(bundle.path(entry.path))
-    cut_lm_head(model, ids)
+    cut_lm_head(model, ids, embedding="model.embed_tokens.weight")
     folder.mkdir()
     ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
     logits = next(spec for spec in entry.outputs if spec.name == "logits")

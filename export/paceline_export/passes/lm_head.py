@@ -14,12 +14,13 @@ __all__ = ["cut_lm_head"]
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast")
 
 
-def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32]) -> None:
+def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32], *, embedding: str) -> None:
     """Make the logits `[batch, num_logits, len(logit_ids)]` those of `logit_ids`, in place.
 
     Args:
         model: with its weights stored, as `store_weights` leaves it.
         logit_ids: int32, rising, each below the width of the logits.
+        embedding: the checkpoint's name of the embedding, which a table that it shares with the LM head then has.
 
     Raises:
         CheckpointError: something else than a product with the LM head and elementwise operators makes the logits.
@@ -31,12 +32,12 @@ def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32]) -> None:
         node = value.producer()
         value.shape = ir.Shape([*value.shape[:-1], len(logit_ids)])
         if node is not None and node.op_type == "MatMul":
-            _keep(model, node, 1, logit_ids, axis=1)
+            _keep(model, node, 1, logit_ids, embedding, axis=1)
             return
         if node is not None and node.op_type == "MatMulNBits":
             for place in range(1, len(node.inputs)):
                 if node.inputs[place] is not None:
-                    _keep(model, node, place, logit_ids, axis=0, rows=width)
+                    _keep(model, node, place, logit_ids, embedding, axis=0, rows=width)
             node.attributes["N"] = ir.AttrInt64("N", len(logit_ids))
             return
         wide = (
@@ -54,12 +55,19 @@ def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32]) -> None:
             )
         for place, other in wide:
             if other.is_initializer():
-                _keep(model, node, place, logit_ids, axis=len(other.shape) - 1)
+                _keep(model, node, place, logit_ids, embedding, axis=len(other.shape) - 1)
         (value,) = computed
 
 
 def _keep(
-    model: ir.Model, node: ir.Node, place: int, ids: NDArray[np.int32], *, axis: int, rows: int | None = None
+    model: ir.Model,
+    node: ir.Node,
+    place: int,
+    ids: NDArray[np.int32],
+    embedding: str,
+    *,
+    axis: int,
+    rows: int | None = None,
 ) -> None:
     """Give a node an input that holds only these entries of an axis; with `rows`, of an array with so many rows."""
     whole = node.inputs[place]
@@ -70,7 +78,11 @@ def _keep(
 
     name = str(whole.name)
     if len(whole.uses()) > 1:  # a table that is the embedding, too, which keeps all rows
-        name = f"lm_head.weight{name.rpartition('.weight')[2]}"
+        suffix = name.rpartition(".weight")[2]
+        name = f"lm_head.weight{suffix}"
+        del model.graph.initializers[str(whole.name)]
+        whole.name = f"{embedding}{suffix}"
+        model.graph.initializers[whole.name] = whole
 
     def cut() -> ir.TensorProtocol:
         array = source.numpy()
