@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI's process: `python -m tests.tools.peers.run_genai TARGET_FOLDER DRAFT_FOLDER THREADS as-built|tuned`.
+"""ONNX Runtime GenAI's process: `python -m tests.tools.peers.run_genai TARGET DRAFT THREADS as-built|tuned`.
 
 The folders are those that the package's builder writes. "tuned" stops idle threads from spinning.
 """
@@ -6,7 +6,6 @@ The folders are those that the package's builder writes. "tuned" stops idle thre
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,9 +34,9 @@ class GenAI:
         self.methods = tuple(METHODS)
         self.versions = {"onnxruntime-genai": version("onnxruntime-genai"), "onnxruntime": version("onnxruntime")}
         self._folders = {"decoder": Path(target).resolve(), "draft": Path(draft).resolve()}
-        self._session = {"intra_op_num_threads": threads}
+        self._session: dict[str, Any] = {}
         if kind == "tuned":
-            self._session["session.force_spinning_stop"] = "1"  # type: ignore[assignment]
+            self._session = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
         self._models: dict[str, Any] = {}
 
     def open(self, method: str) -> None:
@@ -53,7 +52,8 @@ class GenAI:
             if kind == "pair":
                 parts["draft"] = model["draft"] = self._config("draft")["model"]["decoder"]
             for name, part in parts.items():
-                part["filename"] = os.path.relpath(self._folders[name] / part["filename"], folder)
+                Path(folder, name).symlink_to(self._folders[name])
+                part["filename"] = f"{name}/{part['filename']}"
                 part["session_options"].update(self._session)
             model["eos_token_id"] = _UNUSED_ID  # `record` ends the texts
             for file in self._folders["decoder"].glob("*token*"):

@@ -1,4 +1,4 @@
-"""llama.cpp's process, in the Python that holds llama-cpp-python: `python -m tests.tools.peers.run_llama_cpp TARGET.gguf THREADS`."""
+"""llama.cpp's process: `python -m tests.tools.peers.run_llama_cpp TARGET.gguf THREADS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LlamaCpp:
     """Plain decoding of a GGUF file, which is mapped into memory."""
 
     def __init__(self, target: str, threads: int) -> None:
-        self.methods = ("plain",)
+        self.methods: tuple[str, ...] = ("plain",)
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
         self._target, self._threads = target, threads
         self._model: Any = None

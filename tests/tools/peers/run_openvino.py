@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's process: `python -m tests.tools.peers.run_openvino TARGET_FOLDER DRAFT_FOLDER THREADS`."""
+"""OpenVINO GenAI's process: `python -m tests.tools.peers.run_openvino TARGET DRAFT THREADS`."""
 
 from __future__ import annotations
 
