@@ -20,6 +20,7 @@ from typing import Any
 import paceline
 from paceline.bundle import Bundle
 from paceline.tokenizer import Tokenizer
+from paceline_tools.demo import PROMPTS
 from paceline_tools.measure import machine
 
 from .peers.engines import EngineError, EngineProcess
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num-edits", type=int, default=4, help="edits of HumanEval's solutions (default: %(default)s)")
     add("--spec-bench", type=Path, metavar="FILE")
     add("--per-category", type=int, default=2, help="prompts of each of its categories (default: %(default)s)")
+    add("--demo", action="store_true", help="the three prompts of paceline demo, too")
     add("--longest-prompt", type=int, default=2048, help="leave longer prompts out (default: %(default)s tokens)")
     add("--methods", default="*", help="patterns, by commas: 'paceline:*,openvino:k?' (default: all)")
     add("--max-new-tokens", type=int, default=128, help="of each text (default: %(default)s)")
@@ -99,8 +101,10 @@ def all_prompts(options: argparse.Namespace) -> list[Prompt]:
         prompts += human_eval(options.humaneval, options.num_code) + edits(options.humaneval, options.num_edits)
     if options.spec_bench:
         prompts += spec_bench(options.spec_bench, options.per_category)
+    if options.demo:
+        prompts += [Prompt(prompt.name, f"demo: {prompt.name}", prompt.text) for prompt in PROMPTS]
     if not prompts:
-        raise EngineError("There are no prompts: give --humaneval FILE, --spec-bench FILE, or both.")
+        raise EngineError("There are no prompts: give --humaneval FILE, --spec-bench FILE, or --demo.")
     return prompts
 
 
@@ -182,6 +186,8 @@ def main() -> int:
     engines: list[EngineProcess] = []
     try:
         with options.output.open("a", encoding="utf-8") as file:
+            if options.resume:
+                file.write("\n")  # the last line may have been cut off
 
             def write(document: Any) -> None:
                 file.write(json.dumps(document, default=str) + "\n")
