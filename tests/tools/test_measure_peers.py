@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from .conftest import ROOT, environment
+from .measure_peers import read
 from .peers.line_server import Request, record
 from .peers.prompts import edits, human_eval, spec_bench
 from .peers.report import summarise, tables
@@ -140,9 +141,7 @@ def test_a_run_can_be_resumed_and_reported(smol_bundle: Path, tmp_path: Path) ->
     output.write_text("\n".join([*lines[:2], lines[2][:50]]), encoding="utf-8")
     done = measure(*arguments, "--methods", "paceline:plain,paceline:auto", "--resume")
     assert done.returncode == 0, done.stderr
-    found = [
-        one for line in output.read_text(encoding="utf-8").splitlines() if (one := loads(line)) and "method" in one
-    ]
+    found = read(output)
     assert sorted((one["prompt"], one["method"]) for one in found) == [
         ("HumanEval/0", "paceline:auto"),
         ("HumanEval/0", "paceline:plain"),
