@@ -134,16 +134,16 @@ def _summary(figures: Figures) -> dict[str, Any]:
 
 def _bars(
     methods: dict[str, Any], categories: dict[str, Any], peers: list[dict[str, Any]]
-) -> list[tuple[str, float | None, float]]:
-    """What must hold: a text, the figure, and the least that it must be."""
-    bars: list[tuple[str, float | None, float]] = []
+) -> list[tuple[str, float | None, float | None]]:
+    """What must hold: a text, the figure, and the least that it must be, or None for a figure without a bar."""
+    bars: list[tuple[str, float | None, float | None]] = []
     if auto := methods.get(DEFAULT):
         bars += [
             ("speedup over plain, code", auto["speedup_code"], 1.5),
             ("speedup over plain, all", auto["speedup_all"], 1.15),
             (f"least speedup ({auto['least_prompt']})", auto["least"], 0.95),
         ]
-    bars += [(f"over {one['best']}, {one['kind']}", one["ratio"], one["bar"]) for one in peers if one["bar"]]
+    bars += [(f"over {one['best']}, {one['kind']}", one["ratio"], one["bar"]) for one in peers]
     for category, one in categories.items():
         if category in RETRIEVAL:
             bars.append((f"{category}: hybrid over {one['rival']}", one["hybrid_over_rival"], 1.3))
@@ -194,13 +194,16 @@ def tables(summary: dict[str, Any]) -> str:
         parts.append(
             table(
                 ("figure", "is", "at least", ""),
-                [
-                    (text, number(value, 3), number(bar), "" if value is None else "ok" if value >= bar else "short")
-                    for text, value, bar in one["bars"]
-                ],
+                [(text, number(value, 3), number(bar), _verdict(value, bar)) for text, value, bar in one["bars"]],
             )
         )
     return "\n\n".join(parts)
+
+
+def _verdict(value: float | None, bar: float | None) -> str:
+    if value is None or bar is None:
+        return ""
+    return "ok" if value >= bar else "short"
 
 
 def _ms_decoding(one: dict[str, Any]) -> float:

@@ -1,6 +1,7 @@
 """ONNX Runtime GenAI's process: `python -m tests.tools.peers.run_genai TARGET DRAFT THREADS as-built|tuned`.
 
-The folders are those that the package's builder writes. "tuned" stops idle threads from spinning.
+The folders are written by `python -m onnxruntime_genai.models.builder -i CHECKPOINT -o FOLDER -p int4 -e cpu -c CACHE`;
+for "tuned", which stops idle threads from spinning, with `--extra_options int4_block_size=128 int4_accuracy_level=4`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""OpenVINO GenAI's process: `python -m tests.tools.peers.run_openvino TARGET DRAFT THREADS`."""
+"""OpenVINO GenAI's process: `python -m tests.tools.peers.run_openvino TARGET DRAFT THREADS`.
+
+The folders are written by `optimum-cli export openvino -m CHECKPOINT --task text-generation-with-past --weight-format
+int4 --group-size 128 --ratio 1.0 --sym FOLDER` of optimum-intel.
+"""
 
 from __future__ import annotations
 

@@ -34,11 +34,10 @@ class Paceline:
         """The pair is there from the start."""
 
     def run(self, method: str, request: Request) -> Figures:
-        """Write one text; a negative seed is none, and lets the clock plan sampled texts, too."""
+        """Write one text; without a seed, as greedy texts are, the clock may plan it. A negative seed is none."""
         decoder = dataclasses.replace(self.decoder, eos_token_ids=()) if request.ignore_end else self.decoder
-        sampling = SamplingParams(
-            request.temperature, top_p=request.top_p, seed=request.seed if request.seed >= 0 else None
-        )
+        seed = request.seed if request.temperature and request.seed >= 0 else None
+        sampling = SamplingParams(request.temperature, top_p=request.top_p, seed=seed)
         generation = decoder.generate(
             request.prompt_ids, sampling, max_new_tokens=request.max_new_tokens, **METHODS[method]
         )
