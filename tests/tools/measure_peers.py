@@ -13,7 +13,7 @@ import fnmatch
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .peers.engines import EngineError, EngineProcess
 from .peers.prompts import Prompt, edits, human_eval, spec_bench
 from .peers.report import summarise, tables
 
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 16
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,10 +61,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def start_engines(options: argparse.Namespace) -> Iterator[EngineProcess]:
-    """Start what the options name, and stop it until it is asked."""
+def start_engines(options: argparse.Namespace, engines: list[EngineProcess]) -> None:
+    """Add what the options name to `engines`, each stopped until it is asked."""
     threads = str(options.threads)
-    yield EngineProcess("paceline", "paceline", [str(options.bundle)])
+    engines.append(EngineProcess("paceline", "paceline", [str(options.bundle)]))
     rows = (
         ("llama.cpp", "llama_cpp", options.llama_cpp, 1, [threads]),
         ("openvino", "openvino", options.openvino, 2, [threads]),
@@ -77,11 +77,13 @@ def start_engines(options: argparse.Namespace) -> Iterator[EngineProcess]:
         python, *paths = given.split(":")
         if len(paths) != count:
             raise EngineError(f"--{name.replace('.', '-')} needs a Python and {count} paths, by colons; got {given!r}.")
-        yield EngineProcess(name, adapter, [*paths, *more], python)
+        engines.append(EngineProcess(name, adapter, [*paths, *more], python))
 
 
-def open_methods(engines: list[EngineProcess], patterns: list[str]) -> dict[str, EngineProcess]:
-    """Load every method that matches a pattern; those that do not load are named and left out."""
+def open_methods(
+    engines: list[EngineProcess], patterns: list[str], warm_up: dict[str, Any]
+) -> dict[str, EngineProcess]:
+    """Load every method that matches a pattern, and run it once; those that fail are named and left out."""
     opened = {}
     for engine in engines:
         for mode in engine.methods:
@@ -89,9 +91,12 @@ def open_methods(engines: list[EngineProcess], patterns: list[str]) -> dict[str,
             if any(fnmatch.fnmatchcase(method, pattern) for pattern in patterns):
                 try:
                     engine.open(mode)
+                    engine.run(mode, **warm_up)
                     opened[method] = engine
                 except EngineError as error:
                     print(f"left out: {method}: {error}", file=sys.stderr)
+    if not opened:
+        raise EngineError(f"No method is left: --methods {','.join(patterns)} matches none that runs.")
     return opened
 
 
@@ -129,7 +134,6 @@ def measure(
     options: argparse.Namespace, engines: list[EngineProcess], done: set[tuple[Any, ...]], write: Callable[[Any], None]
 ) -> None:
     tokenizer = Tokenizer.from_bundle(Bundle.open(options.bundle))
-    methods = open_methods(engines, options.methods.split(","))
     settings = {"temperature": options.temperature, "top_p": options.top_p, "ignore_end": options.ignore_end}
     sampling = f"temperature {options.temperature:g}, top-p {options.top_p:g}" if options.temperature else "greedy"
     prompts = [
@@ -137,10 +141,11 @@ def measure(
         for prompt in all_prompts(options)
         if len(ids := tokenizer.encode_chat([{"role": "user", "content": prompt.text}])) <= options.longest_prompt
     ]
+    if not prompts:
+        raise EngineError(f"Every prompt has more than --longest-prompt {options.longest_prompt} tokens.")
     common: dict[str, Any] = {**settings, "end_ids": list(tokenizer.eos_token_ids)}
-    for method, engine in methods.items():
-        warm = {**common, "prompt_ids": prompts[0][1], "seed": options.seed, "max_new_tokens": _WARM_UP_TOKENS}
-        engine.run(method.partition(":")[2], **warm)
+    warm_up = {**common, "prompt_ids": prompts[0][1], "seed": options.seed, "max_new_tokens": _WARM_UP_TOKENS}
+    methods = open_methods(engines, options.methods.split(","), warm_up)
     memory = {engine.name: engine.resident_bytes() for engine in engines}
     versions = {engine.name: engine.versions for engine in engines}
     write({"machine": machine(), "versions": versions, "resident_bytes": memory, "settings": vars(options)})
@@ -155,7 +160,11 @@ def measure(
                     continue
                 seed = options.seed + repeat if options.seed >= 0 else options.seed
                 asked = {**common, "prompt_ids": ids, "seed": seed, "max_new_tokens": options.max_new_tokens}
-                figures = methods[method].run(method.partition(":")[2], **asked)
+                try:
+                    figures = methods[method].run(method.partition(":")[2], **asked)
+                except EngineError as error:
+                    print(f"left out: {prompt.name}, {method}: {error}", file=sys.stderr)
+                    continue
                 one |= {"new_tokens": len(figures["token_ids"]), **figures}
                 write(one)
                 ms = 1000 * one["decode_s"] / max(one["new_tokens"] - one["first_tokens"], 1)
@@ -193,7 +202,7 @@ def main() -> int:
                 file.write(json.dumps(document, default=str) + "\n")
                 file.flush()
 
-            engines.extend(start_engines(options))
+            start_engines(options, engines)
             measure(options, engines, done, write)
     except (EngineError, paceline.PacelineError) as error:
         print(f"Error: {error}", file=sys.stderr)
