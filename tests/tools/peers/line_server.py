@@ -11,8 +11,10 @@ Answers: {"ready": {versions, methods}} at the start, {"opened": …}, a run's f
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +88,9 @@ def record(blocks: Iterator[list[int]], request: Request, extra: Callable[[], di
 
 def serve(engine: Engine) -> None:
     """Answer requests until stdin ends. What the packages print to stdout goes to stderr."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: stopped, it would outlive whoever asks.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
