@@ -128,7 +128,7 @@ def measure_loop(bundle: Bundle, lengths: Sequence[int], steps: int, more_tokens
         line(
             f"memory added by {generation.stats.new_tokens - tokens} tokens, {way}, at {lengths[1]}",
             f"{grown / MEGABYTE:.1f} MB",
-            f"about their keys and values: {kv / MEGABYTE:.1f} MB",
+            f"their keys and values, if both models wrote all: {kv / MEGABYTE:.1f} MB",
         )
     files = sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(("target/", "draft/")))
     caches = sum(kv_bytes(bundle, text, drafts=way == "planned") for (way, _), text in texts.items())
@@ -155,4 +155,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except paceline.PacelineError as error:
+        raise SystemExit(f"Error: {error}") from error
