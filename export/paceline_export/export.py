@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import glob
 import json
@@ -24,6 +25,7 @@ from paceline.bundle import (
     FileEntry,
     Manifest,
     ModelEntry,
+    QualityEntry,
     SourceEntry,
     TensorSpec,
     TokenizerEntry,
@@ -31,6 +33,9 @@ from paceline.bundle import (
 )
 from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
+from .calibrate.calibrate import Recipe
+from .calibrate.quality import is_possible, measure
+from .calibrate.run import Pass, is_wide, run_layers
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .pair import check_pair, check_widths, token_texts
@@ -42,9 +47,10 @@ from .quantize.blockwise import BLOCK_SIZES
 from .sampler.build import write_sampler
 from .source import Source
 
-__all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
+__all__ = ["CALIBRATIONS", "DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
 
 DEFAULT_MAX_LENGTH = 32768
+CALIBRATIONS = ("gptq", "none")
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
 
@@ -53,13 +59,21 @@ _OnProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What one model's export wrote: bytes on disk, and the number of parameters."""
+    """What one model's export wrote: bytes on disk, the number of parameters, how they were stored and what it costs.
+
+    `notes` say what was left out and why; `layers_seconds` is the time for calibration and for the reference of the
+    measured quality.
+    """
 
     which: str
     name: str
     precision: str
     bytes: int
     parameters: int
+    calibration: str | None = None
+    quality: QualityEntry | None = None
+    notes: tuple[str, ...] = ()
+    layers_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,9 @@ def export_bundle(
     draft_precision: str | None = None,
     max_length: int | None = None,
     block_size: int = 128,
+    calibration: str | None = None,
+    draft_calibration: str | None = None,
+    quality: bool = True,
     overwrite: bool = False,
     on_progress: _OnProgress | None = None,
 ) -> ExportReport:
@@ -95,6 +112,10 @@ def export_bundle(
         draft_precision: of the draft; None means the target's.
         max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
         block_size: values that share a scale in quantised projections.
+        calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
+            it, and `none` otherwise.
+        draft_calibration: of the draft; None means `none`.
+        quality: compare the target as stored with the full-precision model on held-out texts.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -112,10 +133,14 @@ def export_bundle(
         draft_precision=draft_precision,
         max_length=max_length,
         block_size=block_size,
+        calibration=calibration,
+        draft_calibration=draft_calibration,
+        quality=quality,
         overwrite=overwrite,
     )
     out = Path(out)
     precisions = {"target": precision, "draft": draft_precision or precision}
+    calibrations = {"target": calibration, "draft": draft_calibration or "none"}
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
@@ -132,6 +157,8 @@ def export_bundle(
     weights = {which: count for which, (_, count) in checked.items()}
     done, whole = 0.02, sum(weights.values())
     entries: dict[str, ModelEntry] = {}
+    notes: dict[str, tuple[str, ...]] = {}
+    layers_seconds: dict[str, float] = {}
     with _partial_folder(out, overwrite) as folder:
         for which, checkpoint in checkpoints.items():
             share = 0.95 * weights[which] / whole
@@ -139,8 +166,25 @@ def export_bundle(
             def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
                 report(f"{which}: {stage}", done + share * part)
 
+            passed, notes[which], layers_seconds[which] = _run_layers(
+                checkpoint,
+                checked[which][0],
+                precisions[which],
+                block_size,
+                calibrations[which],
+                quality and which == "target",
+                within,
+            )
             entries[which] = _export_model(
-                checkpoint, checked[which][0], folder, which, precisions[which], lengths[which], block_size, within
+                checkpoint,
+                checked[which][0],
+                folder,
+                which,
+                precisions[which],
+                lengths[which],
+                block_size,
+                passed,
+                within,
             )
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
@@ -172,6 +216,10 @@ def export_bundle(
                 entries[which].precision,
                 sum(entry.size for name, entry in files.items() if name.startswith(f"{which}/")),
                 weights[which],
+                entries[which].calibration,
+                entries[which].quality,
+                notes[which],
+                layers_seconds[which],
             )
             for which, checkpoint in checkpoints.items()
         ),
@@ -186,6 +234,9 @@ def check_arguments(
     draft_precision: str | None,
     max_length: int | None,
     block_size: int,
+    calibration: str | None = None,
+    draft_calibration: str | None = None,
+    quality: bool = True,
     overwrite: bool,
 ) -> None:
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
@@ -201,6 +252,9 @@ def check_arguments(
         ("draft_precision", draft_precision, (str, type(None))),
         ("max_length", max_length, (int, type(None))),
         ("block_size", block_size, (int,)),
+        ("calibration", calibration, (str, type(None))),
+        ("draft_calibration", draft_calibration, (str, type(None))),
+        ("quality", quality, (bool,)),
         ("overwrite", overwrite, (bool,)),
     ):
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -211,6 +265,19 @@ def check_arguments(
         weight_format(draft_precision)
         if not has_draft:
             raise InvalidInputError(f"draft_precision={draft_precision!r} is for a draft model, and there is none.")
+    if draft_calibration is not None and not has_draft:
+        raise InvalidInputError(f"draft_calibration={draft_calibration!r} is for a draft model, and there is none.")
+    for which, chosen, stored in (
+        ("calibration", calibration, precision),
+        ("draft_calibration", draft_calibration, draft_precision or precision),
+    ):
+        if chosen is not None and chosen not in CALIBRATIONS:
+            raise InvalidInputError(f"Unknown {which} {chosen!r}: expected one of {', '.join(CALIBRATIONS)}.")
+        if chosen == "gptq" and stored != "int4":
+            raise InvalidInputError(
+                f"{which}='gptq' is for int4 weights, and these are {stored}, which is nearly lossless without it; "
+                "leave it out."
+            )
     if block_size not in BLOCK_SIZES:
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
@@ -274,6 +341,45 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
+def _run_layers(
+    checkpoint: Checkpoint,
+    reader: WeightReader,
+    precision: str,
+    block_size: int,
+    calibration: str | None,
+    quality: bool,
+    report: _OnProgress,
+) -> tuple[Pass, tuple[str, ...], float]:
+    """Calibrate one model and run it in full precision, as far as this is asked for and possible.
+
+    Returns what the pass found, notes on what was left out, and the seconds it took.
+
+    Raises:
+        CheckpointError: calibration was asked for, and the architecture does not permit it.
+    """
+    started = time.perf_counter()
+    notes: list[str] = []
+    if quality and (reason := is_possible()) is not None:
+        quality = False
+        notes.append(f"quality was not measured: {reason}")
+    wanted = calibration == "gptq" or (calibration is None and precision == "int4")
+    recipe = None
+    if wanted:
+        recipe = Recipe(lambda layer, name: 8 if is_wide(layer, name) else 4, block_size)
+    passed = Pass({}, None)
+    if wanted or quality:
+        stage = "calibrate" if wanted else "run in full precision"
+        try:
+            passed = run_layers(
+                checkpoint, reader, recipe, quality=quality, on_progress=lambda share: report(stage, 0.6 * share)
+            )
+        except CheckpointError as error:
+            if calibration == "gptq":
+                raise
+            notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
+    return passed, tuple(notes), time.perf_counter() - started
+
+
 def _export_model(
     checkpoint: Checkpoint,
     reader: WeightReader,
@@ -282,11 +388,12 @@ def _export_model(
     precision: str,
     max_length: int,
     block_size: int,
+    passed: Pass,
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them."""
     stored = weight_format(precision)
-    report("trace", 0.0)
+    report("trace", 0.6)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_residual_norms(traced.model)
     drop_reshape_pairs(traced.model)
@@ -297,9 +404,9 @@ def _export_model(
     def on_weight(name: str) -> None:
         nonlocal stored_count
         stored_count += 1
-        report("store weights", 0.25 + 0.55 * min(1.0, stored_count / names))
+        report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
 
-    report("store weights", 0.25)
+    report("store weights", 0.7)
     store_weights(
         traced.model,
         reader,
@@ -307,9 +414,10 @@ def _export_model(
         block_size,
         embedding=traced.embedding,
         constants=traced.constants,
+        calibrated=passed.calibrated,
         on_weight=on_weight,
     )
-    report("write", 0.8)
+    report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
@@ -321,7 +429,8 @@ def _export_model(
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
     source = checkpoint.source
-    return ModelEntry(
+    mixed = {name: weight.bits for name, weight in passed.calibrated.items() if weight.bits != stored.bits}
+    entry = ModelEntry(
         path=f"{which}/model.onnx",
         flavor="ort",
         architecture=checkpoint.config.model_type,
@@ -336,7 +445,13 @@ def _export_model(
         inputs=_specs(traced, traced.model.graph.inputs),
         outputs=_specs(traced, traced.model.graph.outputs),
         source=SourceEntry(source.name, source.kind, source.sha256()),
+        calibration="gptq" if passed.calibrated else None,
+        mixed_bits=mixed or None,
     )
+    if passed.reference is None:
+        return entry
+    report("measure quality", 0.93)
+    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference))
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -33,9 +33,11 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "ModelEntry",
+    "QualityEntry",
     "SamplerEntry",
     "SourceEntry",
     "TensorSpec",
+    "TextQuality",
     "TokenizerEntry",
     "file_sha256",
 ]
@@ -95,8 +97,40 @@ class TokenizerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class TextQuality:
+    """What the stored weights cost on one held-out text, against the model in full precision.
+
+    Attributes:
+        positions: number of positions compared.
+        kl: mean Kullback-Leibler divergence of the shipped distribution from the full one, in nats.
+        argmax_agreement: share of positions with the same best token.
+        perplexity: of the text under the model as shipped.
+        full_perplexity: of the text under the model in full precision.
+    """
+
+    positions: int
+    kl: float
+    argmax_agreement: float
+    perplexity: float
+    full_perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class QualityEntry:
+    """What the stored weights cost on texts that no calibration saw: prompts in prose, and program code."""
+
+    prompts: TextQuality
+    code: TextQuality
+
+
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One exported model: its graph, its shapes, and how its weights are stored."""
+    """One exported model: its graph, its shapes, and how its weights are stored.
+
+    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), `mixed_bits` gives
+    the bits of those projections that have others than `precision` says, by their names in the checkpoint, and
+    `quality` what all this costs; None where it was not measured, as in bundles from before it was.
+    """
 
     path: str
     flavor: Literal["ort"]
@@ -112,6 +146,9 @@ class ModelEntry:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     source: SourceEntry
+    calibration: Literal["gptq"] | None = None
+    mixed_bits: Mapping[str, int] | None = None
+    quality: QualityEntry | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
@@ -305,7 +342,7 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if dataclasses.is_dataclass(annotation):
         return _build_dataclass(typing.cast(type[Any], annotation), value, where)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         options = [option for option in args if option is not type(None)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from paceline.bundle import ModelEntry
 
 from .arguments import FOLDER
 from .progress import stages
-from .tables import size, table
+from .tables import quality_table, size, table
 
 __all__ = ["command"]
 
@@ -80,13 +81,33 @@ def _computed(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _precision(model: ModelEntry) -> str:
+    """Such as `int4, block 128, 112 projections in 8 bits`."""
+    parts = [model.precision]
+    if model.block_size is not None:
+        parts.append(f"block {model.block_size}")
+    counts = Counter((model.mixed_bits or {}).values())
+    parts += [f"{count} projections in {bits} bits" for bits, count in sorted(counts.items())]
+    return ", ".join(parts)
+
+
+def _quality(models: Mapping[str, ModelEntry]) -> Iterator[str]:
+    """Measured quality of each model that has some."""
+    for which, model in models.items():
+        if model.quality is not None:
+            yield f"{which} as stored against full precision, on held-out text:"
+            yield quality_table(model.quality)
+            yield ""
+
+
 def _text(bundle: Bundle) -> str:
     manifest = bundle.manifest
     models = dict(_models(bundle))
     figures: dict[str, Callable[[ModelEntry], str]] = {
         "architecture": lambda model: model.architecture,
         "graph flavour": lambda model: model.flavor,
-        "precision": lambda model: model.precision + (f", block {model.block_size}" if model.block_size else ""),
+        "precision": _precision,
+        "calibration": lambda model: model.calibration or ("none" if model.block_size else "–"),
         "layers": lambda model: str(model.num_layers),
         "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
         "context": lambda model: f"{model.max_length} tokens",
@@ -109,6 +130,7 @@ def _text(bundle: Bundle) -> str:
             "",
             table(("", *models), rows),
             "",
+            *_quality(models),
             f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
             f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
             "",

@@ -7,7 +7,7 @@ so that the float model is never in memory as a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +36,7 @@ def store_weights(
     *,
     embedding: str,
     constants: dict[str, torch.Tensor],
+    calibrated: Mapping[str, Blockwise] | None = None,
     on_weight: Callable[[str], None] | None = None,
 ) -> None:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
@@ -47,6 +48,7 @@ def store_weights(
         block_size: of quantised projections.
         embedding: the checkpoint's name of the table that input ids are looked up in.
         constants: values of initializers that are not in the checkpoint.
+        calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
         on_weight: called with the name of each tensor as it is stored.
 
     Raises:
@@ -82,7 +84,7 @@ def store_weights(
                     stored.const_value = lazy(stored, name, transposed=True)
                 node.replace_input_with(1, stored)
             else:
-                quantised = quantize(
+                quantised = (calibrated or {}).get(name) or quantize(
                     read(name), bits=weight_format.bits, block_size=block_size, symmetric=weight_format.symmetric
                 )
                 _replace(model, node, _matmul_nbits(model, node.inputs[0], name, quantised, dtype))

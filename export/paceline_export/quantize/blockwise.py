@@ -16,7 +16,7 @@ from paceline.errors import InvalidInputError
 
 _CHUNK = 1 << 24  # elements
 
-__all__ = ["BLOCK_SIZES", "Blockwise", "dequantize", "quantize"]
+__all__ = ["BLOCK_SIZES", "Blockwise", "dequantize", "from_levels", "quantize"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -64,6 +64,26 @@ def quantize(weight: torch.Tensor, *, bits: int, block_size: int, symmetric: boo
     ]
     packed, scales, zero_points = (torch.cat(parts).numpy() for parts in zip(*pieces, strict=True))
     return Blockwise(packed, scales, None if symmetric else zero_points, columns, bits, block_size)
+
+
+def from_levels(
+    levels: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, *, bits: int, block_size: int
+) -> Blockwise:
+    """Pack levels that were chosen elsewhere.
+
+    Args:
+        levels: uint8 `[rows, columns]`; a last block that is not full is padded.
+        scales: float32 `[rows, blocks]`.
+        zero_points: whole numbers `[rows, blocks]`; None means 2 ** (bits - 1).
+        bits: 4 or 8.
+        block_size: columns that share a scale.
+    """
+    rows, columns = levels.shape
+    blocks = scales.shape[1]
+    padded = torch.nn.functional.pad(levels, (0, blocks * block_size - columns), value=2 ** (bits - 1))
+    packed = _pack(padded.reshape(rows, blocks, block_size), bits)
+    zeros = None if zero_points is None else _pack(zero_points.to(torch.uint8), bits).numpy()
+    return Blockwise(packed.numpy(), scales.contiguous().numpy(), zeros, columns, bits, block_size)
 
 
 def _quantize_rows(
