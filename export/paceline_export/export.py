@@ -36,6 +36,7 @@ from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 from .calibrate.calibrate import Recipe
 from .calibrate.quality import is_possible, measure
 from .calibrate.run import Pass, is_wide, run_layers
+from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .pair import check_pair, check_widths, token_texts
@@ -316,9 +317,14 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
         ) from error
 
 
+def _longest(checkpoint: Checkpoint) -> int:
+    """Positions that the checkpoint was made for."""
+    return int(getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH)
+
+
 def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
     """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
-    own = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+    own = _longest(checkpoint)
     if wanted is None:
         return int(min(own, DEFAULT_MAX_LENGTH))
     if wanted > own and which == "target":
@@ -365,13 +371,21 @@ def _run_layers(
     wanted = calibration == "gptq" or (calibration is None and precision == "int4")
     recipe = None
     if wanted:
-        recipe = Recipe(lambda layer, name: 8 if is_wide(layer, name) else 4, block_size)
+        recipe = Recipe(
+            lambda layer, name: 8 if is_wide(layer, name) else 4, block_size, weight_format(precision).symmetric
+        )
     passed = Pass({}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
+        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, _longest(checkpoint))
         try:
             passed = run_layers(
-                checkpoint, reader, recipe, quality=quality, on_progress=lambda share: report(stage, 0.6 * share)
+                checkpoint,
+                reader,
+                recipe,
+                calibration=calibration_ids(*about) if wanted else None,
+                held_out=held_out_ids(*about) if quality else None,
+                on_progress=lambda share: report(stage, 0.6 * share),
             )
         except CheckpointError as error:
             if calibration == "gptq":

@@ -7,7 +7,7 @@ its weights read from the checkpoint for as long as they are needed. Knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -136,8 +136,8 @@ class LayerwiseModel:
         linears = {name: linear for name, linear in module.named_modules() if type(linear) is torch.nn.Linear}
         return Layer(prefix, module, weights, linears, self._calls[index])
 
-    def logits(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Logits, float32 `[positions, vocab]`, of what the last layer gave, one sequence at a time."""
+    def logits(self, hidden: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Logits, float32 `[positions, vocab]`, of what the last layer gave for each sequence, `[positions, width]`."""
         weights = self._outer_weights(without=self._table)
         for sequence in hidden:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +29,13 @@ class FullPrecision:
 
     Attributes:
         model: gives logits.
-        ids: int64 `[sequences, positions]`, by the texts' names.
-        hidden: what its last layer gave, float32 `[sequences, positions, width]`, by the same names.
+        ids: of each text's sequences, int64 `[positions]`, by the texts' names.
+        hidden: what its last layer gave for each, float32 `[positions, width]`.
     """
 
     model: LayerwiseModel
-    ids: Mapping[str, torch.Tensor]
-    hidden: Mapping[str, torch.Tensor]
+    ids: Mapping[str, Sequence[torch.Tensor]]
+    hidden: Mapping[str, Sequence[torch.Tensor]]
 
 
 class Scores:

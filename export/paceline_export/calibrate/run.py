@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from ..quantize.blockwise import Blockwise
 from .calibrate import LayerCalibration, Recipe
 from .layers import LayerwiseModel
 from .quality import FullPrecision
-from .texts import calibration_ids, held_out_ids
 
 __all__ = ["Pass", "is_wide", "run_layers"]
 
@@ -25,7 +24,7 @@ class Pass:
 
     Attributes:
         calibrated: projections by their names in the checkpoint; empty without calibration.
-        reference: the full-precision model on held-out texts, if that was asked for.
+        reference: the full-precision model on held-out texts, if there are any.
     """
 
     calibrated: dict[str, Blockwise]
@@ -43,46 +42,47 @@ def run_layers(
     reader: WeightReader,
     recipe: Recipe | None,
     *,
-    quality: bool,
-    on_progress: Callable[[float], None],
+    calibration: torch.Tensor | None = None,
+    held_out: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Pass:
     """Carry texts through the layers, one layer's weights at a time.
 
     Args:
-        checkpoint: whose configuration and tokenizer to use.
+        checkpoint: whose configuration to use.
         reader: of its weights.
         recipe: how to quantise projections; None for not at all.
-        quality: whether to carry the held-out texts through, too, in full precision.
+        calibration: ids of the text to calibrate on, int64 `[sequences, positions]`; needed with a recipe.
+        held_out: ids of sequences, each int64 `[positions]`, by the names of texts to run in full precision.
         on_progress: called with the share of the layers that is behind.
 
     Raises:
         CheckpointError: the architecture cannot be run layer by layer, with the reason.
     """
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    report = on_progress or (lambda share: None)
     try:
-        model = LayerwiseModel(config, reader)
-        longest = int(getattr(config, "max_position_embeddings", None) or 256)
-        held_out = held_out_ids(tokenizer, config.vocab_size, longest) if quality else {}
-        texts = [*held_out.values()]
-        if recipe is not None:
-            texts.append(calibration_ids(tokenizer, config.vocab_size, longest))
-        hidden = model.embed(*texts)
-        calibration = LayerCalibration(recipe, hidden.pop()) if recipe is not None else None
-        reference = dict(zip(held_out, hidden, strict=True))
+        model = LayerwiseModel(checkpoint.config, reader)
+        texts = [ids[None] for sequences in (held_out or {}).values() for ids in sequences]
+        hidden = model.embed(*texts, *([calibration] if calibration is not None else []))
+        quantiser = LayerCalibration(recipe, hidden.pop()) if recipe is not None and calibration is not None else None
         calibrated: dict[str, Blockwise] = {}
         for index in range(len(model)):
-            on_progress(index / len(model))
+            report(index / len(model))
             layer = model.layer(index)
-            for name, given in reference.items():
-                reference[name] = torch.cat([layer(sequence[None]) for sequence in given])
-            if calibration is not None:
-                calibrated |= calibration.run(layer)
+            hidden = [layer(given) for given in hidden]
+            if quantiser is not None:
+                calibrated |= quantiser.run(layer)
     except CheckpointError:
         raise
     except Exception as error:  # code of transformers, called in a way that an architecture need not stand
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
         raise CheckpointError(
-            f"{checkpoint.source.name}: the layers of {config.model_type!r} cannot be run one at a time ({reason})."
+            f"{checkpoint.source.name}: the layers of {checkpoint.config.model_type!r} cannot be run one at a time "
+            f"({reason})."
         ) from error
-    on_progress(1.0)
-    return Pass(calibrated, FullPrecision(model, held_out, reference) if quality else None)
+    report(1.0)
+    if not held_out:
+        return Pass(calibrated, None)
+    rest = iter(hidden)
+    found = {name: [next(rest)[0] for _ in sequences] for name, sequences in held_out.items()}
+    return Pass(calibrated, FullPrecision(model, held_out, found))

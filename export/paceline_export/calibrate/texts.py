@@ -29,15 +29,17 @@ def calibration_ids(tokenizer: Any, vocab_size: int, max_length: int) -> torch.T
     return cut(ids, vocab_size, max_length, _CALIBRATION_TOKENS)
 
 
-def held_out_ids(tokenizer: Any, vocab_size: int, max_length: int) -> dict[str, torch.Tensor]:
-    """Token ids of the texts of `HELD_OUT`, int64 `[sequences, positions]`."""
+def held_out_ids(tokenizer: Any, vocab_size: int, max_length: int) -> dict[str, list[torch.Tensor]]:
+    """Token ids of the sequences of each text of `HELD_OUT`, each int64 `[positions]`."""
     folder = files(__package__) / "heldout"
     return {
-        name: cut(
-            _encode(tokenizer, (folder / f"{name}.txt").read_text(encoding="utf-8")),
-            vocab_size,
-            max_length,
-            _HELD_OUT_TOKENS,
+        name: list(
+            cut(
+                _encode(tokenizer, (folder / f"{name}.txt").read_text(encoding="utf-8")),
+                vocab_size,
+                max_length,
+                _HELD_OUT_TOKENS,
+            )
         )
         for name in HELD_OUT
     }

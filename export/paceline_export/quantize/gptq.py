@@ -8,6 +8,8 @@ layers before are quantised already; with `C = (X_full - X) Xᵀ` the row to aim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +18,9 @@ from .blockwise import Blockwise, from_levels
 
 __all__ = ["Inputs", "gptq"]
 
-_COLUMNS = 128  # columns whose errors are handed on together
+_COLUMNS = 32  # whose errors are handed on together
 # Shares of a block's range that are tried as its range: a little clipping may cost less than coarser steps.
-_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+_SHARES = (1.0, 0.92, 0.85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +96,34 @@ def _round(
     blocks = -(-columns // block_size)
     scales, zeros = torch.empty(blocks, rows), torch.empty(blocks, rows)
     pivots = factor.diagonal()
-    width = max(_COLUMNS, block_size)
-    for start in range(0, columns, width):
-        end = min(start + width, columns)
+    for start in range(0, columns, _COLUMNS):
+        end = min(start + _COLUMNS, columns)
         piece = weight[start:end]
         errors = torch.empty_like(piece)
-        for column in range(start, end):
-            block, i = column // block_size, column - start
-            if column % block_size == 0:
-                here = slice(column, min(column + block_size, end))
-                scales[block], zeros[block] = _range(weight[here], pivots[here] ** -2, bits, symmetric)
-            scale, zero = scales[block], zeros[block]
-            level = (piece[i] / scale).round_().add_(zero).clamp_(0, top)
-            levels[column] = level
-            errors[i] = piece[i].sub((level - zero).mul_(scale)).div_(pivots[column])
-            piece[i + 1 :].addr_(factor[column, column + 1 : end], errors[i], alpha=-1)
+        with _one_thread():
+            for column in range(start, end):
+                block, i = column // block_size, column - start
+                if column % block_size == 0:
+                    here = slice(column, min(column + block_size, columns))
+                    scales[block], zeros[block] = _range(weight[here], pivots[here] ** -2, bits, symmetric)
+                scale, zero = scales[block], zeros[block]
+                level = (piece[i] / scale).round_().add_(zero).clamp_(0, top)
+                levels[column] = level
+                errors[i] = piece[i].sub(level.sub_(zero).mul_(scale)).div_(pivots[column])
+                piece[i + 1 :].addr_(factor[column, column + 1 : end], errors[i], alpha=-1)
         weight[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return levels, scales, zeros
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Many small steps: threads would wait for each other longer than they compute, the more so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _range(
@@ -118,25 +131,28 @@ def _range(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and zero point `[rows]` of a block `[columns, rows]` with the least error, columns weighed."""
     top, middle = 2**bits - 1, 2 ** (bits - 1)
-    low, high = torch.aminmax(block, dim=0)
-    extreme = torch.where(high.abs() > low.abs(), high, low)
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    best, best_scale = torch.full_like(low, torch.inf), torch.ones_like(low)
-    best_zero = torch.full_like(low, middle)
     weights = (importance / importance.mean())[None]
+
+    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        levels = (block / scale).round_().add_(zero).clamp_(0, top)
+        return (weights @ levels.sub_(zero).mul_(scale).sub_(block).square_())[0]
+
+    low, high = torch.aminmax(block, dim=0)
+    if symmetric:  # -middle … middle - 1 steps: the far end, or the other one, may have the longer side
+        extreme = torch.where(high.abs() > low.abs(), high, low)
+        whole, start = torch.where(extreme == 0, 1.0, extreme / -middle), torch.full_like(low, middle)
+        whole = torch.where(error(-whole, start) < error(whole, start), -whole, whole)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        whole = torch.where(high == low, 1.0, (high - low) / top)
+    best = torch.full_like(low, torch.inf)
+    best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
     for share in _SHARES:
-        for sign in (-1, 1) if symmetric else (1,):
-            if symmetric:  # -middle … middle - 1 steps: either end may be the longer one
-                scale = sign * share * extreme / middle
-                zero = torch.full_like(scale, middle)
-            else:
-                scale = share * (high - low) / top
-                zero = torch.where(scale == 0, 0, (-share * low / scale).round().clamp_(0, top))
-            scale = torch.where(scale == 0, 1.0, scale)
-            error = (block / scale).round_().add_(zero).clamp_(0, top).sub_(zero).mul_(scale).sub_(block).square_()
-            total = (weights @ error)[0]
-            better = total < best
-            best = torch.where(better, total, best)
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
+        scale = share * whole
+        zero = start if symmetric else (-share * low / scale).round().clamp_(0, top)
+        total = error(scale, zero)
+        better = total < best
+        best = torch.where(better, total, best)
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
