@@ -15,7 +15,7 @@ RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2", "paceline"}
 # Extras of the runtime, imported inside functions; tests/runtime/test_public.py sees that nothing loads them early.
 OPTIONAL = {("runtime/paceline/grammar.py", "llguidance")}
 EXPORT_ONLY = {"torch", "transformers", "onnx"}
-# What export may take from the runtime; its checks of parity and quality run the exported graph with the runtime itself.
+# What export may take from the runtime; parity and quality are measured with the runtime itself.
 BUNDLE = {"paceline.bundle", "paceline.errors", "paceline.__version__"}
 
 

@@ -33,9 +33,7 @@ ARCHITECTURES = {
     "gemma3": transformers.Gemma3TextConfig(
         **sizes(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
     ),
-    "olmo3": transformers.Olmo3Config(
-        **sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
-    ),
+    "olmo3": transformers.Olmo3Config(**sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])),
 }
 
 

@@ -13,9 +13,9 @@ from paceline_export.quantize.gptq import Inputs, gptq
 def correlated(count: int, columns: int, seed: int) -> torch.Tensor:
     """Inputs `[count, columns]` whose columns depend on each other, as those of a layer do."""
     generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(columns, columns, generator=torch.Generator().manual_seed(0)) / columns**0.5
-    scales = torch.logspace(0, 1, columns)
-    return (torch.randn(count, columns, generator=generator) @ mixing) * scales
+    mixing = torch.randn(columns // 4, columns, generator=torch.Generator().manual_seed(0))
+    few = torch.randn(count, columns // 4, generator=generator)
+    return few @ mixing + 0.3 * torch.randn(count, columns, generator=generator)
 
 
 def error(weight: torch.Tensor, stored: Blockwise, x: torch.Tensor) -> float:

@@ -18,8 +18,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
-
-from ..checkpoint import WeightReader
+from paceline_export.checkpoint import WeightReader
 
 __all__ = ["Layer", "LayerwiseModel", "Product"]
 

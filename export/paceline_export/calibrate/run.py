@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import CheckpointError
+from paceline_export.checkpoint import Checkpoint, WeightReader
+from paceline_export.quantize.blockwise import Blockwise
 
-from ..checkpoint import Checkpoint, WeightReader
-from ..quantize.blockwise import Blockwise
 from .calibrate import LayerCalibration, Recipe
 from .layers import LayerwiseModel
 from .quality import FullPrecision
