@@ -17,6 +17,7 @@ from paceline.errors import CheckpointError, InvalidInputError
 from paceline_export.calibrate.layers import LayerwiseModel
 from paceline_export.calibrate.quality import Scores
 from paceline_export.calibrate.texts import calibration_ids, cut, held_out_ids
+from paceline_export.causal_lm import check_architecture
 from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import ExportReport, export_bundle
 from paceline_export.parity import check_bundle
@@ -50,7 +51,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_run_one_at_a_time_are_the_model(name: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "model", ARCHITECTURES[name])
     checkpoint = Checkpoint.open(resolve(str(folder)))
-    layerwise = LayerwiseModel(checkpoint.config, checkpoint.weights(LayerwiseModel.__new__(LayerwiseModel)))  # type: ignore[arg-type]
+    layerwise = LayerwiseModel(checkpoint.config, checkpoint.weights(check_architecture(checkpoint.config)))
     texts = [torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)) for shape in ((3, 40), (1, 7))]
     hidden = layerwise.embed(*texts)
     for index in range(len(layerwise)):
