@@ -54,7 +54,9 @@ def _code_hash() -> str:
 @pytest.fixture(scope="session")
 def smol_bundle() -> Path:
     """SmolLM2-135M in fp32, with itself in int4 as the draft."""
-    return make_bundle("smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4")
+    return make_bundle(
+        "smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4", quality=False
+    )
 
 
 @pytest.fixture(scope="session")

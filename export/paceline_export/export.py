@@ -34,6 +34,7 @@ from paceline.bundle import (
 from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
 from .calibrate.calibrate import Recipe
+from .calibrate.layers import NotLayerwiseError
 from .calibrate.quality import is_possible, measure
 from .calibrate.run import Pass, is_wide, run_layers
 from .calibrate.texts import calibration_ids, held_out_ids
@@ -387,7 +388,7 @@ def _run_layers(
                 held_out=held_out_ids(*about) if quality else None,
                 on_progress=lambda share: report(stage, 0.6 * share),
             )
-        except CheckpointError as error:
+        except NotLayerwiseError as error:
             if calibration == "gptq":
                 raise
             notes.append(f"weights are rounded to nearest, quality was not measured: {error}")

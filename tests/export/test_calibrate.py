@@ -14,7 +14,7 @@ from tiny import sizes, tiny_checkpoint, tiny_tokenizer
 
 from paceline.bundle import Bundle, Manifest
 from paceline.errors import CheckpointError, InvalidInputError
-from paceline_export.calibrate.layers import LayerwiseModel
+from paceline_export.calibrate.layers import LayerwiseModel, NotLayerwiseError
 from paceline_export.calibrate.quality import Scores
 from paceline_export.calibrate.texts import calibration_ids, cut, held_out_ids
 from paceline_export.causal_lm import check_architecture
@@ -120,7 +120,7 @@ def test_a_model_whose_layers_cannot_be_told_is_rounded_and_says_so(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Any, *texts: torch.Tensor) -> None:
-        raise CheckpointError("its layers cannot be told")
+        raise NotLayerwiseError("its layers cannot be told")
 
     monkeypatch.setattr(LayerwiseModel, "embed", refuse)
     report = export(llama, tmp_path / "b", precision="int4")

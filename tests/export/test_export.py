@@ -35,7 +35,12 @@ from paceline_export.source import resolve
 
 def export(checkpoint: Path, out: Path, draft: Path | None = None, **options: Any) -> ExportReport:
     source = None if draft is None else resolve(str(draft))
-    return export_bundle(resolve(str(checkpoint)), source, out, **({"precision": "fp32"} | options))
+    return export_bundle(
+        resolve(str(checkpoint)),
+        source,
+        out,
+        **({"precision": "fp32", "calibration": "none", "quality": False} | options),
+    )
 
 
 @pytest.fixture(scope="module")

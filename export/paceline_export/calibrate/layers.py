@@ -19,12 +19,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
+from paceline_export.passes.weights import check_values
 
-__all__ = ["Layer", "LayerwiseModel", "Product"]
+__all__ = ["Layer", "LayerwiseModel", "NotLayerwiseError", "Product"]
 
 # Computes a linear layer's product from its name inside the layer and its input: [..., rows].
 Product = Callable[[str, torch.Tensor], torch.Tensor]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class NotLayerwiseError(CheckpointError):
+    """The layers of an architecture cannot be run one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class LayerwiseModel:
         reader: of its checkpoint.
 
     Raises:
-        CheckpointError: its layers cannot be told.
+        NotLayerwiseError: its layers cannot be told.
     """
 
     def __init__(self, config: PreTrainedConfig, reader: WeightReader) -> None:
@@ -93,7 +98,7 @@ class LayerwiseModel:
         It also notes what else the layers are called with, which holds for every text of so many positions.
 
         Raises:
-            CheckpointError: the layers of this architecture are not called one after another.
+            NotLayerwiseError: the layers of this architecture are not called one after another.
         """
         weights = self._outer_weights(without=self._head)
         found = []
@@ -119,7 +124,7 @@ class LayerwiseModel:
                     inputs = {"input_ids": sequence[None], "use_cache": False, "logits_to_keep": 1}
                     functional_call(self.model, weights, (), inputs)
                     if len(calls) != len(self):
-                        raise CheckpointError(
+                        raise NotLayerwiseError(
                             f"{type(self.model).__name__} has {len(self)} layers and calls {len(calls)}; it cannot be "
                             "run layer by layer."
                         )
@@ -129,9 +134,13 @@ class LayerwiseModel:
         return found
 
     def layer(self, index: int) -> Layer:
-        """A layer with its weights, read anew."""
+        """A layer with its weights, read anew.
+
+        Raises:
+            CheckpointError: a weight that is missing, or holds values that are no numbers.
+        """
         module, prefix = self.modules[index], f"{self.prefix}.{index}."
-        weights = {name: self.reader.read(prefix + name) for name, _ in module.named_parameters()}
+        weights = {name: self._read(prefix + name) for name, _ in module.named_parameters()}
         linears = {name: linear for name, linear in module.named_modules() if type(linear) is torch.nn.Linear}
         return Layer(prefix, module, weights, linears, self._calls[index])
 
@@ -148,13 +157,16 @@ class LayerwiseModel:
                 output = functional_call(self.model, weights, (), inputs)
             yield output.logits[0]
 
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self.reader.read(name)
+        check_values(name, tensor, torch.float32)
+        return tensor
+
     def _outer_weights(self, *, without: str) -> dict[str, torch.Tensor]:
         """Weights around the layers; the table `without`, which is large, is of zeros unless it is the other, too."""
         tied = self._head not in self._outer or self._head == self._table
         return {
-            name: torch.zeros(1).expand(self.reader.shape(name))
-            if name == without and not tied
-            else self.reader.read(name)
+            name: torch.zeros(1).expand(self.reader.shape(name)) if name == without and not tied else self._read(name)
             for name in self._outer
         }
 
@@ -177,7 +189,7 @@ def _decoder_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.M
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and name.endswith("layers")
     ]
     if len(found) != 1:
-        raise CheckpointError(
+        raise NotLayerwiseError(
             f"{type(model).__name__} has {len(found)} lists of {count} layers where one is expected; it cannot be run "
             "layer by layer."
         )

@@ -12,7 +12,7 @@ from paceline_export.checkpoint import Checkpoint, WeightReader
 from paceline_export.quantize.blockwise import Blockwise
 
 from .calibrate import LayerCalibration, Recipe
-from .layers import LayerwiseModel
+from .layers import LayerwiseModel, NotLayerwiseError
 from .quality import FullPrecision
 
 __all__ = ["Pass", "is_wide", "run_layers"]
@@ -57,7 +57,8 @@ def run_layers(
         on_progress: called with the share of the layers that is behind.
 
     Raises:
-        CheckpointError: the architecture cannot be run layer by layer, with the reason.
+        NotLayerwiseError: the architecture cannot be run layer by layer, with the reason.
+        CheckpointError: a weight that is missing, or holds values that are no numbers.
     """
     report = on_progress or (lambda share: None)
     try:
@@ -76,7 +77,7 @@ def run_layers(
         raise
     except Exception as error:  # code of transformers, called in a way that an architecture need not stand
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
-        raise CheckpointError(
+        raise NotLayerwiseError(
             f"{checkpoint.source.name}: the layers of {checkpoint.config.model_type!r} cannot be run one at a time "
             f"({reason})."
         ) from error

@@ -15,7 +15,7 @@ __all__ = ["HELD_OUT", "calibration_ids", "cut", "held_out_ids"]
 
 HELD_OUT = ("prompts", "code")
 _LENGTH = 256  # positions of a sequence, at most
-_CALIBRATION_TOKENS = 16384  # at most: tokenizers of bytes make more of these texts
+_CALIBRATION_TOKENS = 8192  # at most: tokenizers of bytes make more of these texts
 _HELD_OUT_TOKENS = 1024  # of each text, at most
 
 

@@ -20,7 +20,7 @@ from paceline_export.checkpoint import WeightReader
 from paceline_export.quantize import WeightFormat
 from paceline_export.quantize.blockwise import Blockwise, quantize
 
-__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "store_weights"]
+__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "check_values", "store_weights"]
 
 # int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
 _ACCURACY_LEVEL = 4
@@ -63,7 +63,7 @@ def store_weights(
         if name in constants:
             return constants[name]
         tensor = reader.read(name)
-        _check_values(name, tensor, torch_dtype)
+        check_values(name, tensor, torch_dtype)
         return tensor
 
     def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
@@ -130,8 +130,12 @@ def check_shape(reader: WeightReader, name: str, expected: tuple[int, ...]) -> N
         )
 
 
-def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that every value is a number that `dtype` can hold."""
+def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that every value is a number that `dtype` can hold.
+
+    Raises:
+        CheckpointError: one is not.
+    """
     if not tensor.numel():
         return
     low, high = (float(end) for end in torch.aminmax(tensor))  # takes no memory; NaN if any value is

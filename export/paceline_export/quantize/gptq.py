@@ -8,8 +8,7 @@ layers before are quantised already; with `C = (X_full - X) Xᵀ` the row to aim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +60,9 @@ def gptq(
         The quantised weight, its levels and scales chosen together.
     """
     groups, size, _ = inputs.hessian.shape
-    levels, scales, zeros = [], [], []
+    levels: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
+    zeros: list[torch.Tensor] = []
     for group in range(groups):
         columns = weight[:, group * size : (group + 1) * size]
         hessian = inputs.hessian[group].clone()
@@ -74,7 +75,7 @@ def gptq(
             rows += correction * full
         identity = torch.eye(len(lower))
         factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)  # H⁻¹ = factorᵀ factor
-        parts = _round(rows, factor, bits, block_size, symmetric)
+        parts = _round_in_threads(rows, factor, bits, block_size, symmetric)
         for whole, part in zip((levels, scales, zeros), parts, strict=True):
             whole.append(part)
     return from_levels(
@@ -84,6 +85,27 @@ def gptq(
         bits=bits,
         block_size=block_size,
     )
+
+
+def _round_in_threads(
+    weight: torch.Tensor, factor: torch.Tensor, bits: int, block_size: int, symmetric: bool
+) -> list[torch.Tensor]:
+    """As `_round`, with the rows shared out to threads: they do not depend on each other.
+
+    The steps are small. Within one of them, threads would wait for each other longer than they compute.
+    """
+    threads = torch.get_num_threads()
+
+    def work(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.set_num_threads(1)
+        return _round(rows.contiguous(), factor, bits, block_size, symmetric)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(work, weight.chunk(threads, dim=1)))
+    finally:
+        torch.set_num_threads(threads)
+    return [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
 
 
 def _round(
@@ -100,30 +122,18 @@ def _round(
         end = min(start + _COLUMNS, columns)
         piece = weight[start:end]
         errors = torch.empty_like(piece)
-        with _one_thread():
-            for column in range(start, end):
-                block, i = column // block_size, column - start
-                if column % block_size == 0:
-                    here = slice(column, min(column + block_size, columns))
-                    scales[block], zeros[block] = _range(weight[here], pivots[here] ** -2, bits, symmetric)
-                scale, zero = scales[block], zeros[block]
-                level = (piece[i] / scale).round_().add_(zero).clamp_(0, top)
-                levels[column] = level
-                errors[i] = piece[i].sub(level.sub_(zero).mul_(scale)).div_(pivots[column])
-                piece[i + 1 :].addr_(factor[column, column + 1 : end], errors[i], alpha=-1)
+        for column in range(start, end):
+            block, i = column // block_size, column - start
+            if column % block_size == 0:
+                here = slice(column, min(column + block_size, columns))
+                scales[block], zeros[block] = _range(weight[here], pivots[here] ** -2, bits, symmetric)
+            scale, zero = scales[block], zeros[block]
+            level = (piece[i] / scale).round_().add_(zero).clamp_(0, top)
+            levels[column] = level
+            errors[i] = piece[i].sub(level.sub_(zero).mul_(scale)).div_(pivots[column])
+            piece[i + 1 :].addr_(factor[column, column + 1 : end], errors[i], alpha=-1)
         weight[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return levels, scales, zeros
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Many small steps: threads would wait for each other longer than they compute, the more so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _range(
@@ -149,7 +159,7 @@ def _range(
     best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
     for share in _SHARES:
         scale = share * whole
-        zero = start if symmetric else (-share * low / scale).round().clamp_(0, top)
+        zero = start if symmetric else (-low / whole).round().clamp_(0, top)
         total = error(scale, zero)
         better = total < best
         best = torch.where(better, total, best)
