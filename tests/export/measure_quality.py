@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gzip
 import json
 import statistics
@@ -26,6 +27,7 @@ from paceline.bundle import Bundle
 from paceline.ort import OrtModel
 from paceline_export.calibrate.quality import measure
 from paceline_export.calibrate.run import run_layers
+from paceline_export.causal_lm import check_architecture
 from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import export_bundle
 from paceline_export.quantize import PRECISIONS
@@ -50,25 +52,23 @@ PAST = 256
 @contextmanager
 def _settings(asymmetric: bool = False, wide: bool = True, **recipe: float) -> Iterator[None]:
     """Let exports inside the block use other settings than those on offer."""
-    format_, recipe_class = PRECISIONS["int4"], paceline_export.export.Recipe
-    is_wide = paceline_export.export.is_wide
-    PRECISIONS["int4"] = dataclasses.replace(format_, symmetric=not asymmetric)
-    paceline_export.export.Recipe = lambda *args: recipe_class(*args, **recipe)  # type: ignore[assignment, misc, arg-type]
+    export: Any = paceline_export.export
+    before = PRECISIONS["int4"], export.Recipe, export.is_wide
+    PRECISIONS["int4"] = dataclasses.replace(before[0], symmetric=not asymmetric)
+    export.Recipe = functools.partial(before[1], **recipe)
     if not wide:
-        paceline_export.export.is_wide = lambda layer, name: False
+        export.is_wide = lambda layer, name: False
     try:
         yield
     finally:
-        PRECISIONS["int4"] = format_
-        paceline_export.export.Recipe = recipe_class  # type: ignore[misc]
-        paceline_export.export.is_wide = is_wide
+        PRECISIONS["int4"], export.Recipe, export.is_wide = before
 
 
 def _export(source: Any, folder: Path, options: dict[str, Any]) -> None:
     settings = dict(options)
-    fixed = {name: settings.pop(name) for name in ("calibration", "precision") if name in settings}
+    precision, calibration = settings.pop("precision", "int4"), settings.pop("calibration", None)
     with _settings(**settings):
-        report = export_bundle(source, None, folder, **({"precision": "int4", "quality": False} | fixed))
+        report = export_bundle(source, None, folder, precision=precision, calibration=calibration, quality=False)
     print(f"{folder.name}: exported in {report.seconds:.0f} s, peak {report.peak_memory / 1e9:.1f} GB", flush=True)
 
 
@@ -137,8 +137,6 @@ def main() -> None:
             _export(source, options.work / name, VARIANTS[name])
     checkpoint = Checkpoint.open(source)
     texts = _texts(checkpoint.tokenizer, options.prompts, options.code, options.positions)
-    from paceline_export.causal_lm import check_architecture
-
     reader = checkpoint.weights(check_architecture(checkpoint.config))
     reference = run_layers(checkpoint, reader, None, held_out=texts).reference
     if reference is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_an_int4_export_is_calibrated_and_says_what_it_costs(llama: Path, tmp_pa
     assert quality.code.perplexity == pytest.approx(quality.code.full_perplexity, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_no_numbers_are_refused_by_name(llama: Path, tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, tmp_path / "m")
+    weights = load_file(llama / "model.safetensors")
+    weights[name].view(-1)[7] = float("nan")
+    save_file(weights, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{name}' holds values .*NaN or infinite"):
+        export(tmp_path / "m", tmp_path / "bundle", precision="int4")
+
+
 def test_without_quality_nothing_is_measured(llama: Path, tmp_path: Path) -> None:
     report = export(llama, tmp_path / "b", precision="int8", quality=False)
     assert report.models[0].quality is None
@@ -172,7 +185,7 @@ def test_held_out_texts_are_not_in_the_calibration_text() -> None:
     calibration = calibration_ids(tokenizer, 272, 256).flatten().tolist()
     seen = {tuple(calibration[i : i + 40]) for i in range(len(calibration))}
     for ids in held_out_ids(tokenizer, 272, 256).values():
-        text = ids.flatten().tolist()
+        text = torch.cat(ids).tolist()
         shared = sum(tuple(text[i : i + 40]) in seen for i in range(len(text)))
         assert shared == 0
 

@@ -83,7 +83,7 @@ def _computed(bundle: Bundle) -> dict[str, Any]:
 
 def _precision(model: ModelEntry) -> str:
     """Such as `int4, block 128, 112 projections in 8 bits`."""
-    parts = [model.precision]
+    parts: list[str] = [model.precision]
     if model.block_size is not None:
         parts.append(f"block {model.block_size}")
     counts = Counter((model.mixed_bits or {}).values())
