@@ -172,6 +172,7 @@ def export_bundle(
                 checkpoint,
                 checked[which][0],
                 precisions[which],
+                lengths[which],
                 block_size,
                 calibrations[which],
                 quality and which == "target",
@@ -318,14 +319,9 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
         ) from error
 
 
-def _longest(checkpoint: Checkpoint) -> int:
-    """Positions that the checkpoint was made for."""
-    return int(getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH)
-
-
 def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
     """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
-    own = _longest(checkpoint)
+    own = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
     if wanted is None:
         return int(min(own, DEFAULT_MAX_LENGTH))
     if wanted > own and which == "target":
@@ -352,6 +348,7 @@ def _run_layers(
     checkpoint: Checkpoint,
     reader: WeightReader,
     precision: str,
+    max_length: int,
     block_size: int,
     calibration: str | None,
     quality: bool,
@@ -378,7 +375,7 @@ def _run_layers(
     passed = Pass({}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
-        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, _longest(checkpoint))
+        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
         try:
             passed = run_layers(
                 checkpoint,
