@@ -117,7 +117,8 @@ def export_bundle(
         calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
             it, and `none` otherwise.
         draft_calibration: of the draft; None means `none`.
-        quality: compare the target as stored with the full-precision model on held-out texts.
+        quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
+            pool of ONNX Runtime, which a later `paceline.load` in the same process shares.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 

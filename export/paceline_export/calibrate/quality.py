@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.bundle import ModelEntry, QualityEntry, TextQuality
 from paceline.errors import InstallationError
-from paceline.ort import OrtModel, import_onnxruntime
+from paceline.ort import OrtModel, import_onnxruntime, open_session
 
 from .layers import LayerwiseModel
 
@@ -72,6 +72,8 @@ class Scores:
 def measure(graph: Path, entry: ModelEntry, reference: FullPrecision) -> QualityEntry:
     """Compare an exported graph with the model that it was exported from, arithmetic included.
 
+    It runs on the thread pool that all models of a process share, and makes it if need be.
+
     Args:
         graph: its file.
         entry: what the manifest says of it.
@@ -80,7 +82,7 @@ def measure(graph: Path, entry: ModelEntry, reference: FullPrecision) -> Quality
     Raises:
         InstallationError: ONNX Runtime is missing.
     """
-    model = OrtModel(_session(graph), entry)
+    model = OrtModel(open_session(graph), entry)
     found = {}
     for name, ids in reference.ids.items():
         scores = Scores()
@@ -99,14 +101,6 @@ def is_possible() -> str | None:
     except InstallationError as error:
         return str(error)
     return None
-
-
-def _session(graph: Path) -> object:
-    """A session with a thread pool of its own: the shared one would fix its size for the process."""
-    ort = import_onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
 
 def _log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
