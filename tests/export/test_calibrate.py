@@ -168,6 +168,19 @@ def test_manifests_from_before_still_open(llama: Path, tmp_path: Path) -> None:
     assert manifest.target == dataclasses.replace(target, calibration=None, mixed_bits=None, quality=None)
 
 
+@pytest.mark.slow
+def test_a_real_model_keeps_more_of_its_quality(tmp_path: Path) -> None:
+    kl = {}
+    for calibration in ("none", "gptq"):
+        source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
+        out = tmp_path / calibration
+        report = export_bundle(source, None, out, precision="int4", calibration=calibration)
+        quality = report.models[0].quality
+        assert quality is not None
+        kl[calibration] = (quality.prompts.kl, quality.code.kl)
+    assert all(after < 0.5 * before for before, after in zip(kl["none"], kl["gptq"], strict=True))
+
+
 def test_scores_are_those_of_known_distributions() -> None:
     scores = Scores()
     full = torch.tensor([[0.5, 0.5], [0.75, 0.25]]).log().numpy()
