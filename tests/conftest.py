@@ -46,7 +46,8 @@ def _code_hash() -> str:
     """A short hash of the code that writes bundles."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([*(root / "export").rglob("*.py"), root / "runtime" / "paceline" / "bundle.py"]):
+    files = [path for suffix in ("py", "txt", "json") for path in (root / "export").rglob(f"*.{suffix}")]
+    for path in sorted([*files, root / "runtime" / "paceline" / "bundle.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
