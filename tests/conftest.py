@@ -54,7 +54,8 @@ def _code_hash() -> str:
     """A short hash of the code that writes bundles."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([*(root / "export").rglob("*.py"), root / "runtime" / "paceline" / "bundle.py"]):
+    files = [path for suffix in ("py", "txt", "json") for path in (root / "export").rglob(f"*.{suffix}")]
+    for path in sorted([*files, root / "runtime" / "paceline" / "bundle.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -62,7 +63,9 @@ def _code_hash() -> str:
 @pytest.fixture(scope="session")
 def smol_bundle() -> Path:
     """SmolLM2-135M in fp32, with itself in int4 as the draft."""
-    return make_bundle("smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4")
+    return make_bundle(
+        "smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4", quality=False
+    )
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import glob
 import json
@@ -27,6 +28,7 @@ from paceline.bundle import (
     LogitIdsEntry,
     Manifest,
     ModelEntry,
+    QualityEntry,
     SourceEntry,
     TensorSpec,
     TokenizerEntry,
@@ -34,6 +36,11 @@ from paceline.bundle import (
 )
 from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
+from .calibrate.calibrate import Recipe
+from .calibrate.layers import NotLayerwiseError
+from .calibrate.quality import is_possible, measure
+from .calibrate.run import Pass, is_wide, run_layers
+from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .draft_vocab import useful_ids
@@ -49,9 +56,10 @@ from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
 from .source import Source
 
-__all__ = ["DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
+__all__ = ["CALIBRATIONS", "DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
 
 DEFAULT_MAX_LENGTH = 32768
+CALIBRATIONS = ("gptq", "none")
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
 
@@ -60,13 +68,21 @@ _OnProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What one model's export wrote: bytes on disk, and the number of parameters."""
+    """What one model's export wrote: bytes on disk, the number of parameters, how they were stored and what it costs.
+
+    `notes` say what was left out and why; `layers_seconds` is the time for calibration and for the reference of the
+    measured quality.
+    """
 
     which: str
     name: str
     precision: str
     bytes: int
     parameters: int
+    calibration: str | None = None
+    quality: QualityEntry | None = None
+    notes: tuple[str, ...] = ()
+    layers_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,9 @@ def export_bundle(
     draft_vocab: int | None = None,
     max_length: int | None = None,
     block_size: int = 128,
+    calibration: str | None = None,
+    draft_calibration: str | None = None,
+    quality: bool = True,
     overwrite: bool = False,
     on_progress: _OnProgress | None = None,
 ) -> ExportReport:
@@ -105,6 +124,11 @@ def export_bundle(
             number that is not below that of the vocabulary.
         max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
         block_size: values that share a scale in quantised projections.
+        calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
+            it, and `none` otherwise.
+        draft_calibration: of the draft; None means `none`.
+        quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
+            pool of ONNX Runtime, which a later `paceline.load` in the same process shares.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -123,10 +147,14 @@ def export_bundle(
         draft_vocab=draft_vocab,
         max_length=max_length,
         block_size=block_size,
+        calibration=calibration,
+        draft_calibration=draft_calibration,
+        quality=quality,
         overwrite=overwrite,
     )
     out = Path(out)
     precisions = {"target": precision, "draft": draft_precision or precision}
+    calibrations = {"target": calibration, "draft": draft_calibration or "none"}
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
@@ -139,6 +167,11 @@ def export_bundle(
     for which, checkpoint in checkpoints.items():
         if checkpoint.packing is not None:
             checkpoint.packing.check_precision(checkpoint.source.name, precisions[which])
+            if calibrations[which] == "gptq":
+                raise InvalidInputError(
+                    f"{checkpoint.source.name} is quantised already, and its numbers are kept: there is nothing to "
+                    "calibrate; leave the calibration out."
+                )
     end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
     logit_ids = _logit_ids(checkpoints["target"], end_tokens, draft_vocab) if draft is not None else None
     lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
@@ -147,6 +180,8 @@ def export_bundle(
     weights = {which: count for which, (_, count) in checked.items()}
     done, whole = 0.02, sum(weights.values())
     entries: dict[str, ModelEntry] = {}
+    notes: dict[str, tuple[str, ...]] = {}
+    layers_seconds: dict[str, float] = {}
     with _partial_folder(out, overwrite) as folder:
         for which, checkpoint in checkpoints.items():
             share = 0.95 * weights[which] / whole
@@ -154,6 +189,16 @@ def export_bundle(
             def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
                 report(f"{which}: {stage}", done + share * part)
 
+            passed, notes[which], layers_seconds[which] = _run_layers(
+                checkpoint,
+                checked[which][0],
+                precisions[which],
+                lengths[which],
+                block_size,
+                calibrations[which],
+                quality and which == "target",
+                within,
+            )
             entries[which] = _export_model(
                 checkpoint,
                 checked[which][0],
@@ -163,6 +208,7 @@ def export_bundle(
                 lengths[which],
                 block_size,
                 logit_ids if which == "draft" else None,
+                passed,
                 within,
             )
             done += share
@@ -196,6 +242,10 @@ def export_bundle(
                 entries[which].precision,
                 sum(entry.size for name, entry in files.items() if name.startswith(f"{which}/")),
                 weights[which],
+                entries[which].calibration,
+                entries[which].quality,
+                notes[which],
+                layers_seconds[which],
             )
             for which, checkpoint in checkpoints.items()
         ),
@@ -211,6 +261,9 @@ def check_arguments(
     draft_vocab: int | None,
     max_length: int | None,
     block_size: int,
+    calibration: str | None = None,
+    draft_calibration: str | None = None,
+    quality: bool = True,
     overwrite: bool,
 ) -> None:
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
@@ -227,6 +280,9 @@ def check_arguments(
         ("draft_vocab", draft_vocab, (int, type(None))),
         ("max_length", max_length, (int, type(None))),
         ("block_size", block_size, (int,)),
+        ("calibration", calibration, (str, type(None))),
+        ("draft_calibration", draft_calibration, (str, type(None))),
+        ("quality", quality, (bool,)),
         ("overwrite", overwrite, (bool,)),
     ):
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -242,6 +298,19 @@ def check_arguments(
             raise InvalidInputError(f"draft_vocab must be a number of ids, or 0 for all, got {draft_vocab}.")
         if not has_draft:
             raise InvalidInputError(f"draft_vocab={draft_vocab} is for a draft model, and there is none.")
+    if draft_calibration is not None and not has_draft:
+        raise InvalidInputError(f"draft_calibration={draft_calibration!r} is for a draft model, and there is none.")
+    for which, chosen, stored in (
+        ("calibration", calibration, precision),
+        ("draft_calibration", draft_calibration, draft_precision or precision),
+    ):
+        if chosen is not None and chosen not in CALIBRATIONS:
+            raise InvalidInputError(f"Unknown {which} {chosen!r}: expected one of {', '.join(CALIBRATIONS)}.")
+        if chosen == "gptq" and stored != "int4":
+            raise InvalidInputError(
+                f"{which}='gptq' is for int4 weights, and these are {stored}, which is nearly lossless without it; "
+                "leave it out."
+            )
     if block_size not in BLOCK_SIZES:
         raise InvalidInputError(f"Unknown block size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}.")
     if max_length is not None and max_length < 2:
@@ -312,6 +381,56 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
+def _run_layers(
+    checkpoint: Checkpoint,
+    reader: WeightReader,
+    precision: str,
+    max_length: int,
+    block_size: int,
+    calibration: str | None,
+    quality: bool,
+    report: _OnProgress,
+) -> tuple[Pass, tuple[str, ...], float]:
+    """Calibrate one model and run it in full precision, as far as this is asked for and possible.
+
+    Returns what the pass found, notes on what was left out, and the seconds it took.
+
+    Raises:
+        CheckpointError: calibration was asked for, and the architecture does not permit it.
+    """
+    started = time.perf_counter()
+    notes: list[str] = []
+    if quality and (reason := is_possible()) is not None:
+        quality = False
+        notes.append(f"quality was not measured: {reason}")
+    wanted = calibration == "gptq" or (calibration is None and precision == "int4")
+    if checkpoint.packing is not None:
+        quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
+    recipe = None
+    if wanted:
+        recipe = Recipe(
+            lambda layer, name: 8 if is_wide(layer, name) else 4, block_size, weight_format(precision).symmetric
+        )
+    passed = Pass({}, None)
+    if wanted or quality:
+        stage = "calibrate" if wanted else "run in full precision"
+        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
+        try:
+            passed = run_layers(
+                checkpoint,
+                reader,
+                recipe,
+                calibration=calibration_ids(*about) if wanted else None,
+                held_out=held_out_ids(*about) if quality else None,
+                on_progress=lambda share: report(stage, 0.6 * share),
+            )
+        except NotLayerwiseError as error:
+            if calibration == "gptq":
+                raise
+            notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
+    return passed, tuple(notes), time.perf_counter() - started
+
+
 def _export_model(
     checkpoint: Checkpoint,
     reader: WeightReader,
@@ -321,6 +440,7 @@ def _export_model(
     max_length: int,
     block_size: int,
     logit_ids: NDArray[np.int32] | None,
+    passed: Pass,
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
@@ -330,7 +450,7 @@ def _export_model(
         stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
     if which == "draft":
         stored = replace(stored, tied_bits=stored.bits)  # a draft's speed counts for more than its text
-    report("trace", 0.0)
+    report("trace", 0.6)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_residual_norms(traced.model)
     drop_reshape_pairs(traced.model)
@@ -341,9 +461,9 @@ def _export_model(
     def on_weight(name: str) -> None:
         nonlocal stored_count
         stored_count += 1
-        report("store weights", 0.25 + 0.55 * min(1.0, stored_count / names))
+        report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
 
-    report("store weights", 0.25)
+    report("store weights", 0.7)
     store_weights(
         traced.model,
         reader,
@@ -351,9 +471,10 @@ def _export_model(
         block_size,
         embedding=traced.embedding,
         constants=traced.constants,
+        calibrated=passed.calibrated,
         on_weight=on_weight,
     )
-    report("write", 0.8)
+    report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
     kept = None
@@ -371,7 +492,8 @@ def _export_model(
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
     source = checkpoint.source
-    return ModelEntry(
+    mixed = {name: weight.bits for name, weight in passed.calibrated.items() if weight.bits != stored.bits}
+    entry = ModelEntry(
         path=f"{which}/model.onnx",
         flavor="ort",
         architecture=checkpoint.config.model_type,
@@ -388,7 +510,13 @@ def _export_model(
         outputs=_specs(traced, traced.model.graph.outputs),
         source=SourceEntry(source.name, source.kind, source.sha256()),
         logit_ids=kept,
+        calibration="gptq" if passed.calibrated else None,
+        mixed_bits=mixed or None,
     )
+    if passed.reference is None:
+        return entry
+    report("measure quality", 0.93)
+    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference))
 
 
 def _reason(error: BaseException) -> BaseException:

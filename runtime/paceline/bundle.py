@@ -35,9 +35,11 @@ __all__ = [
     "LogitIdsEntry",
     "Manifest",
     "ModelEntry",
+    "QualityEntry",
     "SamplerEntry",
     "SourceEntry",
     "TensorSpec",
+    "TextQuality",
     "TokenizerEntry",
     "file_sha256",
 ]
@@ -108,8 +110,40 @@ class LogitIdsEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class TextQuality:
+    """What the stored weights cost on one held-out text, against the model in full precision.
+
+    Attributes:
+        positions: number of positions compared.
+        kl: mean Kullback-Leibler divergence of the shipped distribution from the full one, in nats.
+        argmax_agreement: share of positions with the same best token.
+        perplexity: of the text under the model as shipped.
+        full_perplexity: of the text under the model in full precision.
+    """
+
+    positions: int
+    kl: float
+    argmax_agreement: float
+    perplexity: float
+    full_perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class QualityEntry:
+    """What the stored weights cost on texts that no calibration saw: prompts in prose, and program code."""
+
+    prompts: TextQuality
+    code: TextQuality
+
+
+@dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One exported model: its graph, its shapes, and how its weights are stored."""
+    """One exported model: its graph, its shapes, and how its weights are stored.
+
+    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), `mixed_bits` gives
+    the bits of those projections that have others than `precision` says, by their names in the checkpoint, and
+    `quality` what all this costs; None where it was not measured, as in bundles from before it was.
+    """
 
     path: str
     flavor: Literal["ort"]
@@ -127,6 +161,9 @@ class ModelEntry:
     source: SourceEntry
     prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
     logit_ids: LogitIdsEntry | None = None  # None where the i-th logit stands for id i
+    calibration: Literal["gptq"] | None = None
+    mixed_bits: Mapping[str, int] | None = None
+    quality: QualityEntry | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
@@ -340,7 +377,7 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if dataclasses.is_dataclass(annotation):
         return _build_dataclass(typing.cast(type[Any], annotation), value, where)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         options = [option for option in args if option is not type(None)]

@@ -35,7 +35,9 @@ from paceline_export.source import resolve
 
 def export(checkpoint: Path, out: Path, draft: Path | None = None, **options: Any) -> ExportReport:
     source = None if draft is None else resolve(str(draft))
-    return export_bundle(resolve(str(checkpoint)), source, out, **({"precision": "fp32"} | options))
+    # test_calibrate.py has the others.
+    defaults: dict[str, Any] = {"precision": "fp32", "calibration": "none", "quality": False}
+    return export_bundle(resolve(str(checkpoint)), source, out, **(defaults | options))
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def tiny_pair(folder: Path) -> Path:
     """Export a target and a smaller draft to a bundle inside `folder`."""
     target = tiny_checkpoint(folder / "target", LlamaConfig(**sizes()))
     draft = tiny_checkpoint(folder / "draft", LlamaConfig(**sizes(num_hidden_layers=1)), seed=1)
-    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision="fp32")
+    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision="fp32", quality=False)
     return folder / "bundle"
 
 

@@ -43,7 +43,7 @@ def test_the_readme_has_examples() -> None:
 def options_of(name: str) -> set[str]:
     command = importlib.import_module(f"paceline_tools.{name}").command
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    return {"--help", "-h"} | {text for option in options for text in option.opts}
+    return {"--help", "-h"} | {text for option in options for text in (*option.opts, *option.secondary_opts)}
 
 
 def command_lines(document: str) -> Iterator[list[str]]:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 import paceline_export.export
 import paceline_export.source
+from paceline.bundle import QualityEntry, TextQuality
 from paceline.errors import IncompatiblePairError, InvalidInputError
 from paceline_export.export import ExportReport, ModelReport
 
@@ -44,7 +45,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.options = options
         for stage, done in (("target: trace", 0.1), ("target: trace", 0.2), ("done", 1.0)):
             options["on_progress"](stage, done)
-        models = (ModelReport("target", "big", "int4", 1_120_000_000, 1_540_000_000),)
+        quality = QualityEntry(TextQuality(512, 0.04321, 0.91, 9.1, 8.9), TextQuality(640, 0.02, 0.96, 2.75, 2.7))
+        notes = ("something was left out",)
+        models = (ModelReport("target", "big", "int4", 1_120_000_000, 1_540_000_000, "gptq", quality, notes, 510.0),)
         return ExportReport(out, 125.3, 3_400_000_000, 1_130_000_000, models)
 
     monkeypatch.setattr(paceline_export.source, "resolve", resolve)
@@ -68,6 +71,7 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
             "--cache-dir",
             tmp_path,
         ),
+        *("--calibration", "none", "--draft-calibration", "none", "--no-quality"),
     )
     assert result.exit_code == 0, result.output
     assert seen.exports == [("source big", "source small", out)]
@@ -79,9 +83,16 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "draft_vocab": 5000,
         "max_length": 4096,
         "block_size": 32,
+        "calibration": "none",
+        "draft_calibration": "none",
+        "quality": False,
         "overwrite": True,
     }
     assert "1,540 M" in result.stdout
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "target: calibrated by gptq in 8 min 30 s." in lines
+    assert "target: something was left out" in lines
+    assert "prompts 512 0.0432 91.0 % 9.100 8.900" in lines
     assert f"Wrote 1.13 GB to {out} in 2 min 05 s; peak memory 3.4 GB." in result.stdout
     assert result.stderr.splitlines() == [" 10%  target: trace", "100%  done"]
 
@@ -97,6 +108,9 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "draft_vocab": None,
         "max_length": None,
         "block_size": 128,
+        "calibration": None,
+        "draft_calibration": None,
+        "quality": True,
         "overwrite": False,
     }
 
@@ -126,6 +140,25 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
                 "precision": "int4",
                 "bytes": 1_120_000_000,
                 "parameters": 1_540_000_000,
+                "calibration": "gptq",
+                "quality": {
+                    "prompts": {
+                        "positions": 512,
+                        "kl": 0.04321,
+                        "argmax_agreement": 0.91,
+                        "perplexity": 9.1,
+                        "full_perplexity": 8.9,
+                    },
+                    "code": {
+                        "positions": 640,
+                        "kl": 0.02,
+                        "argmax_agreement": 0.96,
+                        "perplexity": 2.75,
+                        "full_perplexity": 2.7,
+                    },
+                },
+                "notes": ["something was left out"],
+                "layers_seconds": 510.0,
             }
         ],
     }
@@ -141,6 +174,9 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
         (["--target", "big", "-o", "new", "--draft-vocab", "64"], "draft_vocab=64 is for a draft model"),
         (["--target", "big", "-o", "new", "--draft-vocab", "-1"], "got '-1'; full or a number of ids is expected"),
         (["--target", "big", "-o", "new", "--draft-vocab", "all"], "got 'all'; full or a number of ids is expected"),
+        (["--target", "big", "-o", "new", "--draft-calibration", "gptq"], "is for a draft model"),
+        (["--target", "big", "-o", "new", "--calibration", "awq"], "'awq' is not one of"),
+        (["--target", "big", "-o", "new", "--calibration", "gptq", "--precision", "int8"], "these are int8"),
         (["--target", "big", "-o", str(Path(__file__).parent)], "exists already"),
         (["--target", "", "-o", "new"], "got ''; the name or path of a source is expected"),
         (["--target", "big", "--draft", "", "-o", "new"], "got ''; the name or path of a source is expected"),
@@ -210,6 +246,7 @@ def test_the_shortest_context_is_what_the_check_needs(invoke: Invoke, tmp_path: 
     source = tiny_checkpoint(tmp_path / "source", LlamaConfig(**sizes()))
     result = invoke(
         *("export", "--target", source, "-o", tmp_path / "bundle", "--precision", "fp32", "--max-length", 74),
+        "--no-quality",
     )
     assert result.exit_code == 0, result.output
     assert invoke("check", tmp_path / "bundle").exit_code == 0

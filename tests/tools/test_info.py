@@ -57,6 +57,26 @@ def test_json_is_the_manifest_and_what_follows_from_it(invoke: Invoke, bundle: P
     }
 
 
+def test_measured_quality_and_mixed_bits_are_shown(invoke: Invoke, bundle: Path) -> None:
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    text = {"positions": 512, "kl": 0.04321, "argmax_agreement": 0.91, "perplexity": 9.1, "full_perplexity": 8.9}
+    manifest["target"] |= {
+        "calibration": "gptq",
+        "mixed_bits": {"a.weight": 8, "b.weight": 8},
+        "quality": {"prompts": text, "code": text | {"kl": 0.02}},
+    }
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    lines = [" ".join(line.split()) for line in invoke("info", bundle).stdout.splitlines()]
+    for line in (
+        "precision int4, block 32, 2 projections in 8 bits int4, block 32",
+        "calibration gptq none",
+        "target as stored against full precision, on held-out text:",
+        "prompts 512 0.0432 91.0 % 9.100 8.900",
+        "code 512 0.0200 91.0 % 9.100 8.900",
+    ):
+        assert line in lines
+
+
 def test_verify_finds_an_altered_file_of_the_right_size(invoke: Invoke, bundle: Path) -> None:
     result = invoke("info", bundle, "--verify")
     assert result.exit_code == 0

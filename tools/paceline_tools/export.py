@@ -13,13 +13,14 @@ from paceline_export.recipe import PairRecipe, find_recipe
 
 from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SOURCE
 from .progress import stages
-from .tables import duration, size, table
+from .tables import duration, quality_table, size, table
 
 if TYPE_CHECKING:
     from paceline_export.export import ExportReport
 
 __all__ = ["command"]
 
+_CALIBRATIONS = click.Choice(["gptq", "none"])
 _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
 
 
@@ -47,6 +48,18 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
 @click.option(
     "--block-size", metavar="N", type=int, default=128, show_default=True, help="Quantised values that share a scale."
 )
+@click.option(
+    "--calibration",
+    type=_CALIBRATIONS,
+    help="How few-bit weights of the target are chosen.  [default: gptq for int4 where the architecture permits it]",
+)
+@click.option("--draft-calibration", type=_CALIBRATIONS, help="The draft's.  [default: none, which rounds to nearest]")
+@click.option(
+    "--quality/--no-quality",
+    default=True,
+    show_default=True,
+    help="Compare the target as stored with the full-precision model on held-out texts.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the bundle in DIR once the new one is complete.")
 @click.option(
     "--cache-dir",
@@ -63,6 +76,9 @@ def command(
     draft_vocab: int | None,
     max_length: int | None,
     block_size: int,
+    calibration: str | None,
+    draft_calibration: str | None,
+    quality: bool,
     overwrite: bool,
     cache_dir: Path | None,
     as_json: bool,
@@ -100,6 +116,9 @@ def command(
         draft_vocab=draft_vocab,
         max_length=max_length,
         block_size=block_size,
+        calibration=calibration,
+        draft_calibration=draft_calibration,
+        quality=quality,
         overwrite=overwrite,
     )
     target_source = resolve(target, cache_dir=cache_dir, progress=True)
@@ -114,6 +133,9 @@ def command(
             draft_vocab=draft_vocab,
             max_length=max_length,
             block_size=block_size,
+            calibration=calibration,
+            draft_calibration=draft_calibration,
+            quality=quality,
             overwrite=overwrite,
             on_progress=on_progress,
         )
@@ -125,8 +147,17 @@ def _text(report: ExportReport) -> str:
         (model.which, model.name, model.precision, f"{model.parameters / 1e6:,.0f} M", size(model.bytes))
         for model in report.models
     ]
+    more = []
+    for model in report.models:
+        if model.calibration is not None:
+            more.append(f"{model.which}: calibrated by {model.calibration} in {duration(model.layers_seconds)}.")
+        more += [f"{model.which}: {note}" for note in model.notes]
+        if model.quality is not None:
+            more.append(f"{model.which} as stored against full precision, on held-out text:")
+            more.append(quality_table(model.quality))
     return (
         f"{table(('model', 'source', 'precision', 'parameters', 'on disk'), rows)}\n\n"
-        f"Wrote {size(report.bytes_written)} to {report.path} in {duration(report.seconds)}; "
+        + "".join(f"{line}\n\n" for line in more)
+        + f"Wrote {size(report.bytes_written)} to {report.path} in {duration(report.seconds)}; "
         f"peak memory {size(report.peak_memory)}."
     )

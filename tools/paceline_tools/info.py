@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from paceline.bundle import ModelEntry
 
 from .arguments import FOLDER
 from .progress import stages
-from .tables import size, table
+from .tables import quality_table, size, table
 
 __all__ = ["command"]
 
@@ -65,12 +66,6 @@ def _bytes_on_disk(bundle: Bundle, model: ModelEntry) -> int:
     return sum(entry.size for name, entry in bundle.manifest.files.items() if name.startswith(folder))
 
 
-def _precision(model: ModelEntry) -> str:
-    """How the weights are stored, and whose numbers they are."""
-    block = f", block {model.block_size}" if model.block_size else ""
-    return f"{model.precision}{block}" + (f", {model.prequantized} of the checkpoint" if model.prequantized else "")
-
-
 def _computed(bundle: Bundle) -> dict[str, Any]:
     """Figures that follow from the manifest."""
     return {
@@ -86,6 +81,27 @@ def _computed(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _precision(model: ModelEntry) -> str:
+    """How the weights are stored, and whose numbers they are: such as `int4, block 128, 112 projections in 8 bits`."""
+    parts: list[str] = [model.precision]
+    if model.block_size is not None:
+        parts.append(f"block {model.block_size}")
+    counts = Counter((model.mixed_bits or {}).values())
+    parts += [f"{count} projections in {bits} bits" for bits, count in sorted(counts.items())]
+    if model.prequantized:
+        parts.append(f"{model.prequantized} of the checkpoint")
+    return ", ".join(parts)
+
+
+def _quality(models: Mapping[str, ModelEntry]) -> Iterator[str]:
+    """Measured quality of each model that has some."""
+    for which, model in models.items():
+        if model.quality is not None:
+            yield f"{which} as stored against full precision, on held-out text:"
+            yield quality_table(model.quality)
+            yield ""
+
+
 def _text(bundle: Bundle) -> str:
     manifest = bundle.manifest
     models = dict(_models(bundle))
@@ -93,6 +109,7 @@ def _text(bundle: Bundle) -> str:
         "architecture": lambda model: model.architecture,
         "graph flavour": lambda model: model.flavor,
         "precision": _precision,
+        "calibration": lambda model: model.calibration or ("none" if model.block_size else "–"),
         "layers": lambda model: str(model.num_layers),
         "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
         "context": lambda model: f"{model.max_length} tokens",
@@ -117,6 +134,7 @@ def _text(bundle: Bundle) -> str:
             "",
             table(("", *models), rows),
             "",
+            *_quality(models),
             f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
             f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
             "",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "number", "percent", "size", "table"]
+from paceline.bundle import QualityEntry
+
+__all__ = ["duration", "number", "percent", "quality_table", "size", "table"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -18,6 +20,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def quality_table(quality: QualityEntry) -> str:
+    """What stored weights cost on each held-out text."""
+    header = ("text", "positions", "KL, nats", "best token agrees", "perplexity", "in full precision")
+    rows = [
+        (
+            name,
+            str(text.positions),
+            number(text.kl, 4),
+            percent(text.argmax_agreement),
+            number(text.perplexity, 3),
+            number(text.full_perplexity, 3),
+        )
+        for name, text in (("prompts", quality.prompts), ("code", quality.code))
+    ]
+    return table(header, rows)
 
 
 def size(num_bytes: float) -> str:

@@ -7,7 +7,7 @@ so that the float model is never in memory as a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +20,7 @@ from paceline_export.checkpoint import WeightReader
 from paceline_export.quantize import WeightFormat
 from paceline_export.quantize.blockwise import Blockwise, quantize
 
-__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "store_weights"]
+__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "check_values", "store_weights"]
 
 # int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
 _ACCURACY_LEVEL = 4
@@ -36,6 +36,7 @@ def store_weights(
     *,
     embedding: str,
     constants: dict[str, torch.Tensor],
+    calibrated: Mapping[str, Blockwise] | None = None,
     on_weight: Callable[[str], None] | None = None,
 ) -> None:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
@@ -47,6 +48,7 @@ def store_weights(
         block_size: of quantised projections.
         embedding: the checkpoint's name of the table that input ids are looked up in.
         constants: values of initializers that are not in the checkpoint.
+        calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
         on_weight: called with the name of each tensor as it is stored.
 
     Raises:
@@ -61,7 +63,7 @@ def store_weights(
         if name in constants:
             return constants[name]
         tensor = reader.read(name)
-        _check_values(name, tensor, torch_dtype)
+        check_values(name, tensor, torch_dtype)
         return tensor
 
     def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
@@ -93,7 +95,9 @@ def store_weights(
                 else:
                     bits = (weight_format.tied_bits if weight is head else None) or weight_format.bits
                     symmetric = weight is head or weight_format.symmetric  # the table is read without zero points
-                    quantised = quantize(read(name), bits=bits, block_size=block_size, symmetric=symmetric)
+                    quantised = (calibrated or {}).get(name) or quantize(
+                        read(name), bits=bits, block_size=block_size, symmetric=symmetric
+                    )
                 if weight is head:
                     _look_up_in(model, head, quantised, dtype)
                 _replace(model, node, _matmul_nbits(model, x, name, quantised, dtype))
@@ -139,8 +143,12 @@ def check_shape(reader: WeightReader, name: str, expected: tuple[int, ...]) -> N
         )
 
 
-def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that every value is a number that `dtype` can hold."""
+def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that every value is a number that `dtype` can hold.
+
+    Raises:
+        CheckpointError: one is not.
+    """
     if not tensor.numel():
         return
     low, high = (float(end) for end in torch.aminmax(tensor))  # takes no memory; NaN if any value is

@@ -1,0 +1,89 @@
+"""One pass over a checkpoint's layers that calibrates its projections and notes what the full-precision model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import CheckpointError
+from paceline_export.checkpoint import Checkpoint, WeightReader
+from paceline_export.quantize.blockwise import Blockwise
+
+from .calibrate import LayerCalibration, Recipe
+from .layers import LayerwiseModel, NotLayerwiseError
+from .quality import FullPrecision
+
+__all__ = ["Pass", "is_wide", "run_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a pass found.
+
+    Attributes:
+        calibrated: projections by their names in the checkpoint; empty without calibration.
+        reference: the full-precision model on held-out texts, if there are any.
+    """
+
+    calibrated: dict[str, Blockwise]
+    reference: FullPrecision | None
+
+
+def is_wide(layer: torch.nn.Module, name: str) -> bool:
+    """Whether a projection gets 8 bits where the others get 4: those of attention, which hurt most for their size."""
+    parent = name.rpartition(".")[0]
+    return bool(parent) and "Attention" in type(layer.get_submodule(parent)).__name__
+
+
+def run_layers(
+    checkpoint: Checkpoint,
+    reader: WeightReader,
+    recipe: Recipe | None,
+    *,
+    calibration: torch.Tensor | None = None,
+    held_out: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Pass:
+    """Carry texts through the layers, one layer's weights at a time.
+
+    Args:
+        checkpoint: whose configuration to use.
+        reader: of its weights.
+        recipe: how to quantise projections; None for not at all.
+        calibration: ids of the text to calibrate on, int64 `[sequences, positions]`; needed with a recipe.
+        held_out: ids of sequences, each int64 `[positions]`, by the names of texts to run in full precision.
+        on_progress: called with the share of the layers that is behind.
+
+    Raises:
+        NotLayerwiseError: the architecture cannot be run layer by layer, with the reason.
+        CheckpointError: a weight that is missing, or holds values that are no numbers.
+    """
+    report = on_progress or (lambda share: None)
+    try:
+        model = LayerwiseModel(checkpoint.config, reader)
+        texts = [ids[None] for sequences in (held_out or {}).values() for ids in sequences]
+        hidden = model.embed(*texts, *([calibration] if calibration is not None else []))
+        quantiser = LayerCalibration(recipe, hidden.pop()) if recipe is not None and calibration is not None else None
+        calibrated: dict[str, Blockwise] = {}
+        for index in range(len(model)):
+            report(index / len(model))
+            layer = model.layer(index)
+            hidden = [layer(given) for given in hidden]
+            if quantiser is not None:
+                calibrated |= quantiser.run(layer)
+    except CheckpointError:
+        raise
+    except Exception as error:  # code of transformers, called in a way that an architecture need not stand
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}"
+        raise NotLayerwiseError(
+            f"{checkpoint.source.name}: the layers of {checkpoint.config.model_type!r} cannot be run one at a time "
+            f"({reason})."
+        ) from error
+    report(1.0)
+    if not held_out:
+        return Pass(calibrated, None)
+    rest = iter(hidden)
+    found = {name: [next(rest)[0] for _ in sequences] for name, sequences in held_out.items()}
+    return Pass(calibrated, FullPrecision(model, held_out, found))

@@ -1,0 +1,168 @@
+"""GPTQ (Frantar et al. 2023): round a weight column by column, each error made good by the columns that follow.
+
+What counts is not the weight but the product with the inputs that a layer gets to see. With `H = X Xᵀ` over a
+calibration text, the error of a row is `d H dᵀ`. Inputs may also differ from those of the unquantised model, since the
+layers before are quantised already; with `C = (X_full - X) Xᵀ` the row to aim for is `w (I + C H⁻¹)`, as in GPTAQ
+(Li et al. 2025, arXiv 2504.02692).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from .blockwise import Blockwise, from_levels
+
+__all__ = ["Inputs", "gptq"]
+
+_COLUMNS = 32  # whose errors are handed on together
+# Shares of a block's range that are tried as its range: a little clipping may cost less than coarser steps.
+_SHARES = (1.0, 0.92, 0.85)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Second moments of a projection's inputs, in groups of columns that are taken for independent of each other.
+
+    Attributes:
+        hessian: float32 `[groups, size, size]`: `X Xᵀ` of each group of columns.
+        cross: of the same shape, `(X_full - X) Xᵀ`; None where the inputs are taken for those of the full model.
+    """
+
+    hessian: torch.Tensor
+    cross: torch.Tensor | None
+
+
+def gptq(
+    weight: torch.Tensor,
+    inputs: Inputs,
+    *,
+    bits: int,
+    block_size: int,
+    symmetric: bool,
+    damping: float,
+    correction: float,
+) -> Blockwise:
+    """Quantise a weight for the inputs that it is used with.
+
+    Args:
+        weight: float32 `[rows, columns]`.
+        inputs: of its columns.
+        bits: 4 or 8.
+        block_size: columns that share a scale.
+        symmetric: whether blocks have no zero point.
+        damping: what is added to the Hessian's diagonal, as a share of its mean: the less text, the more is right.
+        correction: share of the way to the row that makes good the errors of the layers before, 0 to 1.
+
+    Returns:
+        The quantised weight, its levels and scales chosen together.
+    """
+    groups, size, _ = inputs.hessian.shape
+    levels: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
+    zeros: list[torch.Tensor] = []
+    for group in range(groups):
+        columns = weight[:, group * size : (group + 1) * size]
+        hessian = inputs.hessian[group].clone()
+        mean = float(hessian.diagonal().mean())
+        hessian.diagonal().add_(damping * mean if mean > 0 else 1.0)
+        lower = torch.linalg.cholesky(hessian.flip(0, 1))
+        rows = columns.T.contiguous()  # transposed, so that a column of the weight lies in one piece
+        if inputs.cross is not None and correction:
+            full = torch.cholesky_solve((inputs.cross[group].T @ rows).flip(0), lower).flip(0)
+            rows += correction * full
+        identity = torch.eye(len(lower))
+        factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)  # H⁻¹ = factorᵀ factor
+        parts = _round_in_threads(rows, factor, bits, block_size, symmetric)
+        for whole, part in zip((levels, scales, zeros), parts, strict=True):
+            whole.append(part)
+    return from_levels(
+        torch.cat(levels).T,
+        torch.cat(scales).T,
+        None if symmetric else torch.cat(zeros).T,
+        bits=bits,
+        block_size=block_size,
+    )
+
+
+def _round_in_threads(
+    weight: torch.Tensor, factor: torch.Tensor, bits: int, block_size: int, symmetric: bool
+) -> list[torch.Tensor]:
+    """As `_round`, with the rows shared out to threads: they do not depend on each other.
+
+    The steps are small. Within one of them, threads would wait for each other longer than they compute.
+    """
+    threads = torch.get_num_threads()
+
+    def work(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.set_num_threads(1)
+        return _round(rows.contiguous(), factor, bits, block_size, symmetric)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(work, weight.chunk(threads, dim=1)))
+    finally:
+        torch.set_num_threads(threads)
+    return [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+
+
+def _round(
+    weight: torch.Tensor, factor: torch.Tensor, bits: int, block_size: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Levels `[columns, rows]`, scales and zero points `[blocks, rows]` of a transposed weight, which is changed."""
+    columns, rows = weight.shape
+    top = 2**bits - 1
+    levels = torch.empty(columns, rows, dtype=torch.uint8)
+    blocks = -(-columns // block_size)
+    scales, zeros = torch.empty(blocks, rows), torch.empty(blocks, rows)
+    pivots = factor.diagonal()
+    for start in range(0, columns, _COLUMNS):
+        end = min(start + _COLUMNS, columns)
+        piece = weight[start:end]
+        errors = torch.empty_like(piece)
+        for column in range(start, end):
+            block, i = column // block_size, column - start
+            if column % block_size == 0:
+                here = slice(column, min(column + block_size, columns))
+                scales[block], zeros[block] = _range(weight[here], pivots[here] ** -2, bits, symmetric)
+            scale, zero = scales[block], zeros[block]
+            level = (piece[i] / scale).round_().add_(zero).clamp_(0, top)
+            levels[column] = level
+            errors[i] = piece[i].sub(level.sub_(zero).mul_(scale)).div_(pivots[column])
+            piece[i + 1 :].addr_(factor[column, column + 1 : end], errors[i], alpha=-1)
+        weight[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return levels, scales, zeros
+
+
+def _range(
+    block: torch.Tensor, importance: torch.Tensor, bits: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and zero point `[rows]` of a block `[columns, rows]` with the least error, columns weighed."""
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    weights = (importance / importance.mean())[None]
+
+    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        levels = (block / scale).round_().add_(zero).clamp_(0, top)
+        return (weights @ levels.sub_(zero).mul_(scale).sub_(block).square_())[0]
+
+    low, high = torch.aminmax(block, dim=0)
+    if symmetric:  # -middle … middle - 1 steps: the far end, or the other one, may have the longer side
+        extreme = torch.where(high.abs() > low.abs(), high, low)
+        whole, start = torch.where(extreme == 0, 1.0, extreme / -middle), torch.full_like(low, middle)
+        whole = torch.where(error(-whole, start) < error(whole, start), -whole, whole)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        whole = torch.where(high == low, 1.0, (high - low) / top)
+    best = torch.full_like(low, torch.inf)
+    best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
+    for share in _SHARES:
+        scale = share * whole
+        zero = start if symmetric else (-low / whole).round().clamp_(0, top)
+        total = error(scale, zero)
+        better = total < best
+        best = torch.where(better, total, best)
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
+    return best_scale, best_zero
