@@ -106,7 +106,14 @@ class SafetensorsReader:
 
     def _packed_module(self, name: str) -> str | None:
         module = name.removesuffix(".weight")
-        return module if module != name and name not in self._where and f"{module}.qweight" in self._where else None
+        if module == name or f"{module}.qweight" not in self._where:
+            return None
+        if name in self._where:
+            raise CheckpointError(
+                f"The checkpoint holds {name!r} both plainly and quantised ('{module}.qweight'), so it does not say "
+                "which one counts; remove one of them."
+            )
+        return module
 
     def _parts(self, module: str) -> dict[str, str]:
         """The stored names of a packed projection's parts, each checked for its kind of numbers.

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -445,7 +446,6 @@ def _export_model(
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
     stored, packing = weight_format(precision), checkpoint.packing
-    block = packing.group_size if packing is not None and packing.group_size in BLOCK_SIZES else block_size
     if packing is not None and stored.bits is not None:
         stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
     if which == "draft":
@@ -498,7 +498,7 @@ def _export_model(
         flavor="ort",
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
-        block_size=block if stored.bits is not None else None,
+        block_size=_block_size(traced.model),
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
@@ -517,6 +517,12 @@ def _export_model(
         return entry
     report("measure quality", 0.93)
     return dataclasses.replace(entry, quality=measure(path, entry, passed.reference))
+
+
+def _block_size(model: ir.Model) -> int | None:
+    """The block size of most quantised projections; None where none is quantised."""
+    sizes = Counter(node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "MatMulNBits")
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 PROFILE_FORMAT = 1
+# Seconds that a run may take: beyond, a file was not measured.
+_LEAST_S, _MOST_S = 1e-9, 1e5
 _log = logging.getLogger(__name__)
 
 
@@ -104,6 +106,9 @@ class CostProfile:
     def __post_init__(self) -> None:
         if self.format_version != PROFILE_FORMAT:
             raise ProfileError(f"it has format {self.format_version}, this paceline reads format {PROFILE_FORMAT}")
+        for time_s in (*(self.draft_step or ()), *(time_s for times in self.target_pass for time_s in times)):
+            if not _LEAST_S <= time_s <= _MOST_S:
+                raise ProfileError(f"its times must be from {_LEAST_S:g} to {_MOST_S:g} seconds, got {time_s!r}")
         try:
             self._by_length("")
         except (InvalidInputError, ValueError) as error:
@@ -140,6 +145,8 @@ class CostProfile:
             ProfileError: it cannot be read, or is damaged.
         """
         try:
+            if path.exists() and not path.is_file():
+                raise ProfileError("it is no file")
             return _build_dataclass(cls, json.loads(path.read_text(encoding="utf-8")), "the profile")
         except OSError as error:
             raise ProfileError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
@@ -227,7 +234,7 @@ def check_profile(profile: object) -> str | Path | None:
     Raises:
         InvalidInputError: neither "auto", a path, nor None.
     """
-    if profile is None or isinstance(profile, str | Path):
+    if profile is None or isinstance(profile, Path) or (isinstance(profile, str) and profile):
         return profile
     raise InvalidInputError(f"profile must be 'auto', the path of a profile, or None, got {shown(profile)}.")
 

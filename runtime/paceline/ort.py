@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import math
+import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +25,10 @@ __all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
 
 # Rows per run while a long prompt is fed: bounds the memory of attention scores (heads × rows × length).
 PREFILL_ROWS = 256
+# Saved caches are copied where less than this share of them is used.
+_FULL_ENOUGH = 0.8
+# Bytes of a buffer from which it asks for huge pages, as numpy does for its own.
+_HUGE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,7 @@ class OrtKVCache(KVCache):
         self.model = model
         entry = model.entry
         shape = (1, entry.num_kv_heads, max_length, entry.head_size)
-        # np.zeros leaves pages untouched until a position is written, so an ample max_length costs nothing yet.
-        self.buffers = [np.zeros(shape, entry.kv_dtype) for _ in range(2 * entry.num_layers)]
+        self.buffers = [_untouched(shape, entry.kv_dtype) for _ in range(2 * entry.num_layers)]
         self.binding = model.session.io_binding()
         for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
             pointer = buffer.ctypes.data
@@ -96,8 +102,11 @@ class OrtKVCache(KVCache):
         return self._logits[:num_logits]
 
     def save(self) -> SavedKV:
-        """Give away the buffers; see `KVCache.save`."""
-        return SavedKV(self.buffers, sum(buffer.nbytes for buffer in self.buffers))
+        """Give away the buffers, or copies of what they hold where much of them is free; see `KVCache.save`."""
+        buffers = self.buffers
+        if self.length < _FULL_ENOUGH * self.max_length:
+            buffers = [buffer[:, :, : self.length].copy() for buffer in buffers]
+        return SavedKV(buffers, sum(buffer.nbytes for buffer in buffers))
 
     def restore(self, saved: SavedKV, length: int) -> None:
         """Begin with a copy of the first `length` positions; see `KVCache.restore`."""
@@ -116,6 +125,19 @@ class OrtKVCache(KVCache):
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Zeros whose pages are taken when they are written, so that an ample `max_length` costs nothing yet.
+
+    A mapping of its own: memory that the heap recycles would be cleared, and so taken, at once.
+    """
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, num_bytes)
+    if num_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 class OrtModel:

@@ -206,6 +206,31 @@ def test_parts_that_make_no_weight_are_refused_by_name(model: Path, part: str, c
         reader(model).read(f"{MODULE}.weight")
 
 
+@pytest.mark.parametrize("empty", [True, False])
+def test_activation_order_without_an_index_is_refused(model: Path, empty: bool) -> None:
+    def without(projection: Any) -> dict[str, torch.Tensor]:
+        parts = gptq(projection)
+        index = parts.pop("g_idx")
+        return parts | {"g_idx": index[:0]} if empty else parts
+
+    quantized_checkpoint(model, GPTQ | {"desc_act": True}, without, act_order=True)
+    with pytest.raises(CheckpointError, match="has no g_idx, but desc_act"):
+        export(model)
+
+
+def test_a_projection_held_twice_is_refused(model: Path) -> None:
+    quantized_checkpoint(model, GPTQ, gptq)
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {f"{MODULE}.weight": torch.zeros(64, 160)}, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match="both plainly and quantised"):
+        export(model)
+
+
+def test_the_manifest_says_the_block_size_that_is_stored(model: Path) -> None:
+    quantized_checkpoint(model, GPTQ | {"group_size": 128}, gptq)  # the index says groups of 32
+    assert export(model).manifest.target.block_size == 32
+
+
 @pytest.mark.parametrize("size", [20, 40])
 def test_groups_that_no_blocks_make_up_are_refused(model: Path, size: int) -> None:
     quantized_checkpoint(model, GPTQ, gptq, size=size)

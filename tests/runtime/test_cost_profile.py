@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,10 @@ def changed(**changes: Any) -> str:
         (changed(more=1), "does not know: more"),
         (changed(lengths=[300, 100]), "must be ascending"),
         (changed(lengths=[100]), "its times cannot be"),
-        (changed(target_pass=[[0.01, -1.0], [0.02, 0.03]]), "its times cannot be"),
-        (changed(target_pass=[[0.01, float("nan")], [0.02, 0.03]]), "its times cannot be"),
+        (changed(target_pass=[[0.01, -1.0], [0.02, 0.03]]), "its times must be from"),
+        (changed(target_pass=[[0.01, float("nan")], [0.02, 0.03]]), "its times must be from"),
+        (changed(target_pass=[[0.01, 1e308], [0.02, 0.03]]), "its times must be from"),
+        (changed(draft_step=[0.1, 5e-324]), "its times must be from"),
         (changed(target_pass=[[0.01, "x"], [0.02, 0.03]]), r"target_pass\[0\]\[1\] should be of type float"),
         (changed(draft_step=[0.1]), "its times cannot be"),
         (changed(draft_step=[]), "its times cannot be"),
@@ -140,6 +143,14 @@ def test_a_damaged_profile_is_passed_over_or_refused(
     assert "It is not used." in record.getMessage()
     with pytest.raises(ProfileError, match=reason):
         find_costs(SETUP, path)
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / SETUP.file_name)
+    assert find_costs(SETUP, "auto") is None
+    with pytest.raises(ProfileError, match="it is no file"):
+        find_costs(SETUP, folder / SETUP.file_name)
 
 
 def test_a_named_profile_must_be_there(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_a_text_larger_than_the_bound_is_not_kept(fresh: SpeculativeDecoder) -> 
     assert prefixes.num_bytes == 0
 
 
+def test_room_that_a_text_did_not_use_is_not_kept(keeping: SpeculativeDecoder) -> None:
+    prompt = list(range(300, 340))
+    with keeping.generate(prompt, max_new_tokens=4000) as generation:
+        for _ in range(3):
+            next(generation)
+    assert keeping.prefixes is not None
+    held = (len(prompt) + len(generation.token_ids)) * position_bytes(keeping)
+    assert held // 2 < keeping.prefixes.num_bytes <= held
+
+
 def test_a_text_that_goes_on_replaces_its_beginning(keeping: SpeculativeDecoder) -> None:
     prompt = list(range(300, 340))
     first = finished(keeping.generate(prompt, max_new_tokens=4))

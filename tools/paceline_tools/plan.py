@@ -16,6 +16,9 @@ from .tables import number, table
 
 __all__ = ["command"]
 
+# Of a cost. Whatever the unit, a thousand times either way of what runs take, from nanoseconds to hours, has room.
+_LEAST, _MOST = 1e-9, 1e9
+
 FORMULAS = """\
 Tokens per round: 1 + a1 + a1·a2 + … + a1·…·aK, which is (1 - a^(K+1)) / (1 - a) where all acceptance rates are a.
 Cost of a round: K·c + v(K) + o, with a draft step c, the target's pass of K + 1 rows v(K), and overhead o.
@@ -34,14 +37,14 @@ Source: Leviathan et al. 2022, arXiv 2211.17192, section 3, where v = 1 and o = 
 @click.option(
     "--draft-cost",
     metavar="C",
-    type=NumberRange(min=0),
+    type=NumberRange(min=0, max=_MOST),
     required=True,
     help="Cost of a draft step, over a target pass of one row (or in the unit of --pass-costs).",
 )
 @click.option(
     "--row-cost",
     metavar="R",
-    type=NumberRange(min=0),
+    type=NumberRange(min=0, max=_MOST),
     help="Cost of each further row of a target pass: near 0 on a GPU, about 0.2 on a CPU.  [default: 0]",
 )
 @click.option(
@@ -53,7 +56,7 @@ Source: Leviathan et al. 2022, arXiv 2211.17192, section 3, where v = 1 and o = 
 @click.option(
     "--overhead",
     metavar="O",
-    type=NumberRange(min=0),
+    type=NumberRange(min=0, max=_MOST),
     default=0.0,
     show_default=True,
     help="What a round takes outside the models, in the unit of --draft-cost.",
@@ -88,8 +91,13 @@ def command(
         raise click.UsageError("--row-cost and --pass-costs exclude each other; give one of them.")
     if pass_costs is None:
         pass_costs = (1.0, 1.0 + (row_cost or 0.0))
-    if min(pass_costs) <= 0:
-        raise click.UsageError(f"--pass-costs must be above 0, got {min(pass_costs)}.")
+    if not _LEAST <= min(pass_costs) <= max(pass_costs) <= _MOST:
+        raise click.UsageError(f"--pass-costs must be from {_LEAST:g} to {_MOST:g}, got {pass_costs!r:.80}.")
+    if pass_costs[-1] < pass_costs[0]:
+        raise click.UsageError(
+            f"--pass-costs falls from {pass_costs[0]:g} to {pass_costs[-1]:g}, so passes of more rows would in the end "
+            "cost nothing; give costs that rise."
+        )
     costs = Costs(draft_cost, pass_costs)
     unit = pass_costs[0]
     c, o = draft_cost / unit, overhead / unit

@@ -48,12 +48,14 @@ class Packing:
         bits: of most projections; a few may have others (`dynamic`), which their shapes tell.
         group_size: columns that share a scale, of most projections; -1 is all of them.
         zero_offset: what to add to a stored zero point.
+        reordered: whether columns may be in activation order (`desc_act`): then `g_idx` must tell their groups.
     """
 
     method: str
     bits: int
     group_size: int
     zero_offset: int
+    reordered: bool = False
 
     @classmethod
     def from_config(cls, name: str, settings: Any) -> Packing:
@@ -88,7 +90,8 @@ class Packing:
                 f"{name}: group_size in its quantization_config is {group_size!r:.20}; expected a positive number of "
                 "columns, or -1 for all of them."
             )
-        return cls(method, bits, group_size, 1 if layout == "gptq" else 0)
+        reordered = method == "gptq" and bool(settings.get("desc_act"))
+        return cls(method, bits, group_size, 1 if layout == "gptq" else 0, reordered)
 
     def check_precision(self, name: str, precision: str) -> None:
         """Check that a precision keeps the checkpoint's numbers, or the values that they stand for.
@@ -206,6 +209,11 @@ def _order(
 ) -> tuple[NDArray[np.int64] | None, int]:
     """The columns sorted by group, None where they are, and the size of a group."""
     if g_idx is None or not g_idx.numel():
+        if packing.reordered and groups > 1:
+            raise CheckpointError(
+                f"The quantised projection {module!r} has no g_idx, but desc_act in quantization_config says that its "
+                "columns are in activation order, so their groups cannot be told; the checkpoint is incomplete."
+            )
         size = columns if packing.group_size == -1 else packing.group_size
         if -(-columns // size) != groups:
             raise CheckpointError(
