@@ -133,7 +133,9 @@ def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     A mapping of its own: memory that the heap recycles would be cleared, and so taken, at once.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = mmap.mmap(-1, num_bytes)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
