@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
 
+import paceline
 from paceline import Bundle
 from paceline.cost_profile import PROFILE_FORMAT, CostProfile, default_folder, setup_of
 from paceline.costs import Costs
@@ -96,8 +97,9 @@ def command(
     """
     bundle = Bundle.open(folder)
     lengths = _checked_lengths(bundle, lengths)
-    target = OrtModel.open(bundle, "target", threads=threads)
-    draft = OrtModel.open(bundle, "draft", threads=threads) if bundle.manifest.draft else None
+    # Loaded as for a generation: where the weights lie in memory decides what a pass takes.
+    decoder = paceline.load(folder, threads=threads, profile=None)
+    target, draft = cast(OrtModel, decoder.target), cast(OrtModel | None, decoder.draft)
     started = time.perf_counter()
     with stages() as on_progress:
         times = measure(target, draft, lengths, repeats, on_progress)
