@@ -9,12 +9,14 @@ from itertools import pairwise
 
 from .errors import InvalidInputError, shown
 
-__all__ = ["ASSUMED_COSTS", "Average", "CostMeter", "Costs", "CostsByLength"]
+__all__ = ["ASSUMED_COSTS", "Average", "CostCorrection", "CostMeter", "Costs", "CostsByLength"]
 
 # Of a pass of one row, while no pass of several rows has been seen.
 _ASSUMED_ROW = 0.2
 # The line through all passes counts as so many passes of each number of rows.
 _LINE_WEIGHT = 3.0
+# A pass seen says so much more of passes of its number of rows than all passes together do.
+_OWN_WEIGHT = 4.0
 # Forced tokens may make a pass of any number of rows; the line alone says what those take.
 _MOST_ROWS = 32
 
@@ -82,6 +84,11 @@ class CostsByLength:
                 f"costs must hold one entry for each of {len(self.lengths)} lengths, all for the same numbers of rows."
             )
 
+    @property
+    def from_profile(self) -> bool:
+        """Whether these were measured on this machine, some time ago."""
+        return self.origin != "given"
+
     def at(self, length: int) -> Costs:
         """Costs at this length: on the line between the measured ones around it, which goes on behind the last."""
         if len(self.lengths) == 1 or length <= self.lengths[0]:
@@ -148,6 +155,47 @@ class CostMeter:
             most = max(most, line)
             passes.append(most)
         return Costs(draft_step, tuple(passes))
+
+
+class CostCorrection:
+    """Costs of a profile, corrected by what runs take now: the machine may be busier, or hotter, than it was then.
+
+    What is learned is a factor for each number of rows, drawn towards that of all passes while little of it was seen.
+    """
+
+    def __init__(self, profile: CostsByLength) -> None:
+        self._profile = profile
+        self._draft = Average(0.9)
+        self._all = Average(0.95)
+        self._passes: dict[int, Average] = {}
+
+    def observe(self, length: int, *, rows: int, target_s: float, draft_steps: int, draft_s: float) -> None:
+        """Take in a round behind a text of `length` tokens; see `CostMeter.observe`."""
+        costs = self._profile.at(length)
+        factor = _factor(target_s, costs.target(rows))
+        self._all.add(factor, 1)
+        self._passes.setdefault(rows, Average(0.9)).add(factor, 1)
+        if draft_steps:
+            self._draft.add(draft_steps * _factor(draft_s, draft_steps * costs.draft_step), draft_steps)
+
+    def at(self, length: int) -> Costs:
+        """Costs at this length of the cache; the profile's before the first round."""
+        costs = self._profile.at(length)
+        if not self._all.weight:
+            return costs
+        passes, most = [], 0.0
+        for rows, seconds in enumerate(costs.target_pass, 1):
+            factor = self._all.mean
+            if seen := self._passes.get(rows):
+                factor = (_OWN_WEIGHT * seen.weight * seen.mean + factor) / (_OWN_WEIGHT * seen.weight + 1)
+            most = max(most, factor * seconds)
+            passes.append(most)
+        return Costs(costs.draft_step * (self._draft.mean if self._draft.weight else self._all.mean), tuple(passes))
+
+
+def _factor(seconds: float, expected: float) -> float:
+    """What a run took over what was expected; a model that tells no times changes little."""
+    return min(max(seconds / expected, 0.1), 10.0) if expected else 1.0
 
 
 class Average:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from .costs import ASSUMED_COSTS, Average, CostMeter, Costs, CostsByLength
+from .costs import ASSUMED_COSTS, Average, CostCorrection, CostMeter, Costs, CostsByLength
 from .theory import tokens_per_round
 
 __all__ = ["MOST_DRAFT_TOKENS", "Planner"]
@@ -69,19 +69,25 @@ class Planner:
 
         Args:
             most: at least 1.
-            costs: what runs of the models take; None measures it, or assumes it where plans must be `repeatable`.
+            costs: what runs of the models take; None measures it, or assumes it where plans must be `repeatable`. Those
+                of a profile are corrected by what runs take now, unless plans must be `repeatable`; the first round
+                then drafts nothing.
             asks: whether the drafter asks for each token.
             copies: whether the drafter has no model, so that its steps cost nothing.
             repeatable: keep the clock out of the plans.
         """
         self._most = most
-        self._given = costs
+        self._given: Costs | CostsByLength | CostCorrection | None = costs
         self._asks = asks
         self._copies_alone = copies
         self._meter = CostMeter()
         self.costs_from = ("assumed" if repeatable else "measured") if costs is None else "given"
+        # A profile's times are corrected by the clock, where that may have a say.
+        self._correction: CostCorrection | None = None
         if isinstance(costs, CostsByLength):
             self.costs_from = costs.origin
+            if costs.from_profile and not repeatable:
+                self._given = self._correction = CostCorrection(costs)
         # What plans rest on; the meter's follow it from round to round.
         self._costs = self._of_drafter(costs.at(0) if costs else ASSUMED_COSTS if repeatable else None)
         self._costs_length = 0
@@ -95,7 +101,7 @@ class Planner:
         self._expected = 0.0
         self._all_steps = 0
         self._passes: Counter[int] = Counter()
-        self._lengths = 0
+        self._lengths = self._length = 0
         self._start_round()
 
     def _start_round(self) -> None:
@@ -136,9 +142,12 @@ class Planner:
     def begin(self, length: int = 0) -> int:
         """Start a round behind a text of `length` tokens; returns how many tokens it may draft."""
         self._start_round()
+        self._length = length
         self._lengths += length
-        if self._given and abs(length - self._costs_length) >= _SAME_LENGTH:
+        if self._given and (self._correction or abs(length - self._costs_length) >= _SAME_LENGTH):
             self._costs, self._costs_length = self._of_drafter(self._given.at(length)), length
+        if self._correction and not self._passes:
+            return 0  # what plain decoding takes in this process is what drafting is weighed against
         if self._asks:
             return self._most
         self._acceptance = self._text.mean
@@ -198,7 +207,9 @@ class Planner:
         if self._probing:
             pays = self._worth(self._text.mean, steps=1)
             self._pause = _FIRST_PAUSE if pays else min(2 * self._pause, _LONGEST_PAUSE)
-        if not self._given:
+        if self._correction:
+            self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+        elif not self._given:
             self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
             if self.costs_from == "measured":
                 self._costs = self._of_drafter(self._meter.costs)

@@ -237,3 +237,32 @@ def test_a_model_that_tells_no_times_is_planned_for_all_the_same() -> None:
 def test_costs_are_times(draft_step: float, passes: tuple[float, ...]) -> None:
     with pytest.raises(InvalidInputError, match="must be seconds"):
         Costs(draft_step, passes)
+
+
+@pytest.mark.parametrize("acceptance", [0.4, 0.75, 0.95])
+@pytest.mark.parametrize(("plain", "drafted"), [(0.8, 1.0), (1.0, 1.3), (1.25, 1.0)])
+def test_a_profile_that_is_not_right_any_more_is_corrected(acceptance: float, plain: float, drafted: float) -> None:
+    """A pass of one row, or a draft step, takes another time than when the profile was measured."""
+    told = CPU
+    true = Costs(told.draft_step * drafted, (plain * told.target_pass[0], *told.target_pass[1:]))
+    profile = CostsByLength((128,), (told,), "profile x")
+    rng, rates, predictions = np.random.default_rng(11), [], []
+    for _ in range(24):
+        planner = Planner(costs=profile)
+        rates.append(simulate(rng, planner, true, varied(acceptance), 128, 0.03))
+        predictions.append(planner.predicted_speedup or 0.0)
+    realised = true.target(1) / np.mean([1 / rate for rate in rates])
+    stale = [simulate(rng, Planner(costs=told), true, varied(acceptance), 128) for _ in range(24)]
+    assert realised > 0.97 * true.target(1) / np.mean([1 / rate for rate in stale])
+    assert realised > 0.94
+    assert abs(np.mean(predictions) / realised - 1) < 0.1
+
+
+def test_a_profile_is_taken_as_it_is_where_plans_must_come_again() -> None:
+    profile = CostsByLength((128,), (CPU,), "profile x")
+    planner = Planner(costs=profile, repeatable=True)
+    assert planner.begin(10) == MOST_DRAFT_TOKENS
+    planner.end(0, 0, rows=1, target_s=50.0, draft_s=0.0)
+    planner.begin(20)
+    assert planner.costs == CPU
+    assert Planner(costs=profile).begin(10) == 0
