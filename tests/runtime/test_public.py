@@ -23,6 +23,7 @@ def test_the_public_names_are_pinned() -> None:
         "Generation",
         "KVCache",
         "PacelineError",
+        "PrefixCache",
         "SamplingParams",
         "SpeculativeDecoder",
         "Stats",

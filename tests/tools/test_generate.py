@@ -21,7 +21,8 @@ from paceline.testing import TableModel
 from .conftest import CONTEXT, VOCAB, Invoke, environment, run_paceline, write_table_bundle
 
 STATS = [
-    *("prompt_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate", "block_efficiency"),
+    *("prompt_tokens", "cached_tokens", "new_tokens", "rounds", "proposed", "accepted", "acceptance_rate"),
+    "block_efficiency",
     *("prefill_s", "decode_s", "ms_per_token", "target_s", "draft_s", "overhead_s", "predicted_speedup", "costs_from"),
 ]
 
