@@ -41,9 +41,9 @@ _CLASS_MEMORY = 0.995
 _TEXT_MEMORY = 0.97
 _RATE_MEMORY = 0.9
 # Drafting goes on until it loses clearly: near the point where it breaks even a wrong guess costs next to nothing.
-_PATIENCE = 0.9
+_PATIENCE = 0.85
 # Plain rounds before a drafted token shows whether drafting pays again; doubled each time that it does not.
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 32
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
 
