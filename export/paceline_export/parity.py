@@ -29,7 +29,16 @@ from paceline.tokenizer import Tokenizer
 from .quantize.blockwise import Blockwise
 from .quantize.packed import PackedWeight, unpacked
 
-__all__ = ["TOLERANCES", "ModelParity", "ParityReport", "PhaseParity", "Tolerance", "check_bundle", "compare"]
+__all__ = [
+    "TOLERANCES",
+    "ModelParity",
+    "ParityReport",
+    "PhaseParity",
+    "Tolerance",
+    "check_bundle",
+    "compare",
+    "log_softmax",
+]
 
 # Prose, code and numbers, so that tokens of many kinds are compared.
 TEXT = '''A hash map stores each entry in a bucket that is chosen by the hash of its key.
@@ -191,7 +200,7 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
 def compare(name: str, expected: NDArray[np.float32], found: NDArray[np.float32], near_tie: float) -> PhaseParity:
     """Compare two arrays of logits `[rows, vocab]`; `near_tie` is the gap below which the best token is open."""
     expected64, found64 = expected.astype(np.float64), found.astype(np.float64)
-    log_p, log_q = _log_softmax(expected64), _log_softmax(found64)
+    log_p, log_q = log_softmax(expected64), log_softmax(found64)
     same = expected.argmax(-1) == found.argmax(-1)
     top = np.partition(expected64, -2, axis=-1)[:, -2:]
     close = top[:, 1] - top[:, 0] < near_tie
@@ -360,7 +369,8 @@ def _torch_logits(model: torch.nn.Module, ids: Sequence[int]) -> dict[str, NDArr
     }
 
 
-def _log_softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def log_softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Logarithms of the probabilities that logits `[…, vocab]` stand for, of the same shape."""
     x = x - x.max(-1, keepdims=True)
     result: NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
     return result

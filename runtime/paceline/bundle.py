@@ -41,6 +41,7 @@ __all__ = [
     "TensorSpec",
     "TextQuality",
     "TokenizerEntry",
+    "build_dataclass",
     "file_sha256",
 ]
 
@@ -276,7 +277,7 @@ class Manifest:
             raise BundleError(
                 f"The bundle has format {version}, this paceline reads format {FORMAT_VERSION}; {mend} to use it."
             )
-        return _build_dataclass(cls, data, MANIFEST_NAME)
+        return build_dataclass(cls, data, MANIFEST_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +377,7 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     """Turn parsed JSON into what `annotation` says, or raise a BundleError that names the field."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if dataclasses.is_dataclass(annotation):
-        return _build_dataclass(typing.cast(type[Any], annotation), value, where)
+        return build_dataclass(typing.cast(type[Any], annotation), value, where)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
@@ -396,7 +397,12 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     return _expect(annotation, value, where)
 
 
-def _build_dataclass(cls: type[_T], value: Any, where: str) -> _T:
+def build_dataclass(cls: type[_T], value: Any, where: str) -> _T:
+    """Turn a parsed JSON object into a dataclass, field by field; `where` names it in errors.
+
+    Raises:
+        BundleError: a field that is missing, unknown or of the wrong type.
+    """
     hints = typing.get_type_hints(cls)
     data = _expect(dict, value, where)
     optional = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .bundle import MANIFEST_NAME, Bundle, _build_dataclass
+from .bundle import MANIFEST_NAME, Bundle, build_dataclass
 from .costs import Costs, CostsByLength
 from .errors import BundleError, InvalidInputError, ProfileError, shown
 
@@ -147,7 +147,7 @@ class CostProfile:
         try:
             if path.exists() and not path.is_file():
                 raise ProfileError("it is no file")
-            return _build_dataclass(cls, json.loads(path.read_text(encoding="utf-8")), "the profile")
+            return build_dataclass(cls, json.loads(path.read_text(encoding="utf-8")), "the profile")
         except OSError as error:
             raise ProfileError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, RecursionError, BundleError, ProfileError) as error:

@@ -8,8 +8,9 @@ its weights read from the checkpoint for as long as they are needed. Knows nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,7 +61,8 @@ class Layer:
             What the next layer gets, in the shape of `hidden`.
         """
         args, kwargs = self.calls[hidden.shape[1]]
-        with torch.no_grad(), _exchanged(self.linears if product is not None else {}, product):
+        exchanged = nullcontext() if product is None else _exchanged(self.linears, product)
+        with torch.no_grad(), exchanged:
             output = functional_call(self.module, self.weights, (hidden, *args), kwargs)
         return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
 
@@ -197,10 +199,10 @@ def _decoder_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.M
 
 
 @contextmanager
-def _exchanged(linears: dict[str, torch.nn.Linear], product: Product | None) -> Iterator[None]:
+def _exchanged(linears: dict[str, torch.nn.Linear], product: Product) -> Iterator[None]:
     """Let `product` compute what these linear layers give."""
     for name, linear in linears.items():
-        linear.forward = lambda x, name=name: product(name, x)  # type: ignore
+        linear.forward = partial(product, name)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from paceline.bundle import ModelEntry, QualityEntry, TextQuality
 from paceline.errors import InstallationError
 from paceline.ort import OrtModel, import_onnxruntime, open_session
+from paceline_export.parity import log_softmax
 
 from .layers import LayerwiseModel
 
@@ -48,7 +49,7 @@ class Scores:
     def add(self, ids: NDArray[np.int64], full: NDArray[np.float32], shipped: NDArray[np.float32]) -> None:
         """Add a sequence: ids `[positions]` and both models' logits `[positions, vocab]`."""
         for i in range(_SKIPPED if len(ids) > 2 * _SKIPPED else 0, len(ids)):
-            log_p, log_q = _log_softmax(full[i]), _log_softmax(shipped[i])
+            log_p, log_q = (log_softmax(logits[i].astype(np.float64)) for logits in (full, shipped))
             self.positions += 1
             self.kl += float(np.exp(log_p) @ (log_p - log_q))
             self.agreeing += int(full[i].argmax() == shipped[i].argmax())
@@ -101,10 +102,3 @@ def is_possible() -> str | None:
     except InstallationError as error:
         return str(error)
     return None
-
-
-def _log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    x64 = x.astype(np.float64)
-    x64 -= x64.max()
-    result: NDArray[np.float64] = x64 - np.log(np.exp(x64).sum())
-    return result
