@@ -187,6 +187,7 @@ class Generation(Iterator[Step]):
                     rows=played.num_forced + played.num_proposed + 1,
                     target_s=cache.seconds - spent[0],
                     draft_s=drafter.seconds - spent[1],
+                    confidences=played.confidences,
                 )
             step = self._emit(tokens[position:], played)
             self._stats = replace(
@@ -210,6 +211,7 @@ class Generation(Iterator[Step]):
             chance=self._chance,
             rule=self._rule,
             num_top_logprobs=self._num_top_logprobs,
+            wants_confidences=self._planner is not None and drafter is not None,
         )
 
     def _emit(self, block: list[int], played: Round) -> Step:

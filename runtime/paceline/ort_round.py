@@ -180,8 +180,9 @@ class GraphRound:
         chance: Chance,
         rule: str,
         num_top_logprobs: int | None,
+        wants_confidences: bool,
     ) -> Round:
-        """Play a round; see `paceline.rounds.play_round`."""
+        """Play a round; see `paceline.rounds.play_round`. Nothing plans it, so no confidences are wanted."""
         model, cache = cast(OrtModel, target), cast(OrtKVCache, cache)
         streams = cast(Streams, chance)
         drafting = cast(GraphDrafter, drafter)

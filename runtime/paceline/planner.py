@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -40,10 +40,8 @@ _PRIOR_ACCEPTANCE = 0.75
 _CLASS_MEMORY = 0.995
 _TEXT_MEMORY = 0.97
 _RATE_MEMORY = 0.9
-# Drafting goes on until it loses clearly: near the point where it breaks even a wrong guess costs next to nothing.
-_PATIENCE = 0.85
-# Plain rounds before a drafted token shows whether drafting pays again; doubled each time that it does not.
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 32
+# Plain rounds before a drafted token shows whether drafting pays after all, where the target's confidences say no.
+_PAUSE = 64
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
 
@@ -91,12 +89,13 @@ class Planner:
         # What plans rest on; the meter's follow it from round to round.
         self._costs = self._of_drafter(costs.at(0) if costs else ASSUMED_COSTS if repeatable else None)
         self._costs_length = 0
-        self._classes = _classes([(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))])
+        middles = [(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))]
+        self._classes, self._by_target = _classes(middles), _classes(middles)
         self._copies = _classes(_COPY_PRIORS)
         self._text = Average(_TEXT_MEMORY)
         self._text.add(_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT)
         self._tokens, self._seconds = Average(_RATE_MEMORY), Average(_RATE_MEMORY)
-        self._pause, self._paused = _FIRST_PAUSE, 0
+        self._paused = 0
         # For the predicted speedup: tokens that the rounds were expected to bring, their runs, and the text's length.
         self._expected = 0.0
         self._all_steps = 0
@@ -110,6 +109,7 @@ class Planner:
         self._survivals: list[float] = []  # probability that all drafted tokens up to each stand
         self._confidences: list[float] = []
         self._steps = 0
+        self._withheld: float | None = None  # acceptance of a token that was not worth drawing
         self._copied: int | None = None  # length of the match that the round copies from
         self._acceptance = 0.0  # of each token of a round whose length was fixed at once
 
@@ -161,7 +161,7 @@ class Planner:
         if self._confidences:
             worth = not self._probing and self._worth(self._survival * self._text.mean, steps=1)
         else:
-            worth = self._worth(self._text.mean / _PATIENCE, steps=1) or not self._stay_plain()
+            worth = self._worth(self._text.mean, steps=1) or not self._stay_plain()
         self._steps += worth
         return worth
 
@@ -170,7 +170,7 @@ class Planner:
         acceptance = self._classes[bisect_right(_CONFIDENCES, confidence)].mean
         survival = self._survival * acceptance
         if not (self._probing or self._worth(survival, steps=0)):
-            self._text.add(acceptance, 1)  # as good as judged: a step that brought nothing must not go unnoticed
+            self._withheld = acceptance
             return False
         self._survival = survival
         self._survivals.append(survival)
@@ -191,22 +191,47 @@ class Planner:
         self._copied, self._acceptance = match_length, acceptance
         return best
 
-    def end(self, num_proposed: int, num_accepted: int, *, rows: int, target_s: float, draft_s: float) -> None:
-        """Take in a round's outcome, its target pass of `rows` rows, and the seconds of its runs."""
+    def end(
+        self,
+        num_proposed: int,
+        num_accepted: int,
+        *,
+        rows: int,
+        target_s: float,
+        draft_s: float,
+        confidences: Sequence[float] = (),
+    ) -> None:
+        """Take in a round's outcome.
+
+        Args:
+            num_proposed: drafted tokens.
+            num_accepted: how many of them stood.
+            rows: of the target's pass.
+            target_s: seconds of that pass.
+            draft_s: seconds of the draft model's steps.
+            confidences: the target's for the accepted tokens and the one behind them, if known: largest probabilities
+                at temperature 1. Where the target is sure the draft model mostly agrees, so they tell of tokens that
+                were not drafted, too.
+        """
         judged = min(num_accepted + 1, num_proposed)
         if self._copied is not None:
             copies = self._copies[bisect_right(_MATCHES, self._copied)]
             for index in range(judged):
                 copies.add(float(index < num_accepted), 1)
-        else:
-            for index in range(judged):
-                self._text.add(float(index < num_accepted), 1)
-            for index, confidence in enumerate(self._confidences[:judged]):
-                self._classes[bisect_right(_CONFIDENCES, confidence)].add(float(index < num_accepted), 1)
+            judged = 0  # of the draft model's tokens
+        for index in range(judged):
+            self._text.add(float(index < num_accepted), 1)
+        for index, confidence in enumerate(self._confidences[:judged]):
+            self._classes[bisect_right(_CONFIDENCES, confidence)].add(float(index < num_accepted), 1)
+        for index, confidence in enumerate(confidences):
+            like = self._by_target[bisect_right(_CONFIDENCES, confidence)]
+            if index < judged:
+                like.add(float(index < num_accepted), 1)
+            elif self._withheld is None:
+                self._text.add(like.mean, 1)
+        if self._withheld is not None and judged == num_accepted:
+            self._text.add(self._withheld, 1)  # the draft's own confidence says more
         steps = self._steps if self._asks else num_proposed
-        if self._probing:
-            pays = self._worth(self._text.mean, steps=1)
-            self._pause = _FIRST_PAUSE if pays else min(2 * self._pause, _LONGEST_PAUSE)
         if self._correction:
             self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
         elif not self._given:
@@ -245,7 +270,7 @@ class Planner:
     def _stay_plain(self) -> bool:
         """Whether another round goes without a draft, where drafting seems to lose; now and then one looks again."""
         self._paused += 1
-        if self._paused < self._pause:
+        if self._paused < _PAUSE:
             return True
         self._paused, self._probing = 0, True
         return False

@@ -10,6 +10,7 @@ from .kv_cache import KVCache
 from .logprobs import TokenLogprobs, token_logprobs
 from .model import CausalLM
 from .row_sampler import RowSampler
+from .sampling import softmax_at
 from .streams import Chance
 from .verify import NO_DRAFT, verify
 
@@ -25,12 +26,15 @@ class Round:
         num_proposed: drafted tokens behind them.
         num_accepted: how many of these stood; one more token follows them.
         logprobs: of all emitted tokens, where they were asked for.
+        confidences: the target's for the accepted tokens and the one that follows them, where they were asked for: its
+            largest probability at temperature 1, before any penalty or mask.
     """
 
     num_forced: int
     num_proposed: int
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    confidences: tuple[float, ...] = ()
 
 
 class PlayRound(Protocol):
@@ -50,6 +54,7 @@ class PlayRound(Protocol):
         chance: Chance,
         rule: str,
         num_top_logprobs: int | None,
+        wants_confidences: bool,
     ) -> Round:
         """Play a round; see `play_round`."""
 
@@ -67,6 +72,7 @@ def play_round(
     chance: Chance,
     rule: str = "token",
     num_top_logprobs: int | None = None,
+    wants_confidences: bool = False,
 ) -> Round:
     """One round of speculative sampling (Chen et al. 2023, algorithm 2): draft, score, verify, roll back.
 
@@ -86,6 +92,7 @@ def play_round(
         chance: decides.
         rule: a key of `VERIFICATION_RULES`.
         num_top_logprobs: None computes no logprobs.
+        wants_confidences: whether to look how sure the target was of what was emitted.
     """
     num_before = len(tokens)
     num_forced = take_forced(tokens, limit, sampler)
@@ -98,7 +105,11 @@ def play_round(
     num_logits = len(draft.tokens) + 1 + (num_forced if num_top_logprobs is not None else 0)
     logits = target.forward(feed, cache, num_logits=num_logits)[:, :vocab_size]  # [num_logits, vocab]
 
-    verdict = verify(draft, logits[-len(draft.tokens) - 1 :], sampler, tokens, chance, rule)
+    judged = logits[-len(draft.tokens) - 1 :]
+    verdict = verify(draft, judged, sampler, tokens, chance, rule)
+    confidences: tuple[float, ...] = ()
+    if wants_confidences:
+        confidences = tuple(softmax_at(row, int(row.argmax())) for row in judged[: verdict.num_accepted + 1])
     tokens += draft.tokens[: verdict.num_accepted]
     tokens.append(verdict.next_token)
 
@@ -109,7 +120,7 @@ def play_round(
     if drafter and draft.tokens:
         cache.rollback(len(tokens) - 1)
         drafter.rollback(len(tokens) - 1)
-    return Round(num_forced, len(draft.tokens), verdict.num_accepted, logprobs)
+    return Round(num_forced, len(draft.tokens), verdict.num_accepted, logprobs, confidences)
 
 
 def take_forced(tokens: list[int], limit: int, sampler: RowSampler) -> int:

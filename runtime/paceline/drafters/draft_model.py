@@ -12,7 +12,7 @@ from paceline.kv_cache import KVCache
 from paceline.model import CausalLM
 from paceline.planner import Planner
 from paceline.row_sampler import RowSampler
-from paceline.sampling import FloatArray
+from paceline.sampling import FloatArray, softmax_at
 from paceline.streams import Chance, Purpose
 from paceline.verify import NO_DRAFT, Draft, DraftProbs
 
@@ -105,7 +105,7 @@ class DraftModelDrafter:
                 try:
                     if self._sampler.greedy:
                         token = self._sampler.greedy_token(logits, tokens, drafted, "draft")
-                        if self._planner and not self._planner.worth_drawing(_softmax_at(logits, token)):
+                        if self._planner and not self._planner.worth_drawing(softmax_at(logits, token)):
                             break
                         if self._is_narrow:
                             token = int(self._ids[token])
@@ -146,12 +146,3 @@ class DraftModelDrafter:
         if self._num_input_ids < self._vocab_size and not self._unknown_id:
             self._unknown_id = any(token >= self._num_input_ids for token in tokens)
         return not self._unknown_id
-
-
-def _softmax_at(logits: FloatArray, token: int) -> float:
-    """Probability of the token with the largest logit, at temperature 1.
-
-    Logits that lie 16 below are left out: 10**5 of them make a hundredth, and a pass over all costs more than that.
-    """
-    best = logits[token]
-    return 1 / float(np.exp(logits[logits > best - 16] - best).sum())
