@@ -13,6 +13,7 @@ and when its distribution is known, before it is drawn, the draft step is paid a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,8 +41,13 @@ _PRIOR_ACCEPTANCE = 0.75
 _CLASS_MEMORY = 0.995
 _TEXT_MEMORY = 0.97
 _RATE_MEMORY = 0.9
-# Plain rounds before a drafted token shows whether drafting pays after all, where the target's confidences say no.
-_PAUSE = 64
+# Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
+_PAUSE = 32
+# What the draft model takes for each token that it has missed, in steps: they are fed with the next step, as rows.
+_MISSED_TOKEN = 0.25
+# It catches up when the rounds that went without it have cost this share of what catching up does: whether the text stays
+# worth it is not known, and so neither is lost much more than need be (as with skis that are rented or bought).
+_RENT = 0.5
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
 
@@ -98,13 +104,14 @@ class Planner:
         self._paused = 0
         # For the predicted speedup: tokens that the rounds were expected to bring, their runs, and the text's length.
         self._expected = 0.0
-        self._all_steps = 0
+        self._all_steps = 0.0
         self._passes: Counter[int] = Counter()
         self._lengths = self._length = 0
+        self._fed = 0  # tokens of the text that the draft model has been fed
+        self._lost = 0.0  # tokens that rounds without it have cost since then
         self._start_round()
 
     def _start_round(self) -> None:
-        self._probing = False
         self._survival = 1.0
         self._survivals: list[float] = []  # probability that all drafted tokens up to each stand
         self._confidences: list[float] = []
@@ -142,6 +149,8 @@ class Planner:
     def begin(self, length: int = 0) -> int:
         """Start a round behind a text of `length` tokens; returns how many tokens it may draft."""
         self._start_round()
+        if not self._passes:
+            self._fed = length - 1  # it was fed the prompt
         self._length = length
         self._lengths += length
         if self._given and (self._correction or abs(length - self._costs_length) >= _SAME_LENGTH):
@@ -159,9 +168,11 @@ class Planner:
     def worth_a_step(self) -> bool:
         """Whether to run the draft model for the next token."""
         if self._confidences:
-            worth = not self._probing and self._worth(self._survival * self._text.mean, steps=1)
+            worth = self._margin(self._survival * self._text.mean, steps=1) > 0
         else:
-            worth = self._worth(self._text.mean, steps=1) or not self._stay_plain()
+            margin = self._margin(self._text.mean, steps=1)
+            self._lost = max(self._lost + margin, 0.0)
+            worth = margin > 0 and self._lost >= _RENT * self._price_of_missed()
         self._steps += worth
         return worth
 
@@ -169,7 +180,7 @@ class Planner:
         """Whether to draw the next token, whose distribution has its maximum at `confidence`; it is then drafted."""
         acceptance = self._classes[bisect_right(_CONFIDENCES, confidence)].mean
         survival = self._survival * acceptance
-        if not (self._probing or self._worth(survival, steps=0)):
+        if self._margin(survival, steps=0) <= 0:
             self._withheld = acceptance
             return False
         self._survival = survival
@@ -232,18 +243,31 @@ class Planner:
         if self._withheld is not None and judged == num_accepted:
             self._text.add(self._withheld, 1)  # the draft's own confidence says more
         steps = self._steps if self._asks else num_proposed
+        seen = 0 if self._missed else steps  # else what it takes to catch up would count as a step
         if self._correction:
-            self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+            self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
         elif not self._given:
-            self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+            self._meter.observe(rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
             if self.costs_from == "measured":
                 self._costs = self._of_drafter(self._meter.costs)
-        self._all_steps += steps
+        if steps:
+            self._all_steps += steps + _MISSED_TOKEN * self._missed
+            self._fed = self._length + min(steps - 1, num_accepted)
+            self._lost = 0.0
         self._passes[num_proposed + 1] += 1
         self._expected += self._expected_tokens(num_proposed)
         if (costs := self._costs) and self._copied is None:
             self._tokens.add(num_accepted + 1, 1)
             self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
+
+    @property
+    def _missed(self) -> int:
+        """Tokens that the draft model has to be fed with its next step, beside the two that a step takes as well."""
+        return max(self._length - 2 - self._fed, 0)
+
+    def _price_of_missed(self) -> float:
+        """Tokens that are not written while the draft model catches up."""
+        return self._rate(costs) * costs.draft_step * _MISSED_TOKEN * self._missed if (costs := self._costs) else 0.0
 
     def _of_drafter(self, costs: Costs | None) -> Costs | None:
         """Costs as this drafter has them: those of a draft model are nothing to copies."""
@@ -272,7 +296,7 @@ class Planner:
         self._paused += 1
         if self._paused < _PAUSE:
             return True
-        self._paused, self._probing = 0, True
+        self._paused = 0
         return False
 
     def _rate(self, costs: Costs) -> float:
@@ -280,26 +304,25 @@ class Planner:
         rate = 1 / costs.target(1)
         return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
-    def _worth(self, survival: float, *, steps: int) -> bool:
-        """Whether a token that stands with this probability is worth its row and `steps` draft steps.
+    def _margin(self, survival: float, *, steps: int) -> float:
+        """Tokens that a token which stands with this probability brings beyond what its row and `steps` draft steps take.
 
         Where rows cost in steps, as kernels that work in tiles have it, it may be worth them together with tokens that
-        come behind it, each of which is taken to stand as often as the text's do.
+        come behind it, each of which is taken to stand as often as the text's do: the most that so many bring.
         """
         costs = self._costs
         if costs is None:
-            return len(self._confidences) < _BLIND
+            return 1.0 if len(self._confidences) < _BLIND else -1.0
         rate, acceptance = self._rate(costs), self._text.mean
         rows = len(self._confidences) + 1
         price = steps * costs.draft_step - costs.target(rows)
-        gain = 0.0
+        gain, most = 0.0, -math.inf
         for all_rows in range(rows + 1, self._most + 2):
             gain += survival
-            if gain > rate * (price + costs.target(all_rows)):
-                return True
+            most = max(most, gain - rate * (price + costs.target(all_rows)))
             survival *= acceptance
             price += costs.draft_step
-        return False
+        return most
 
 
 def _classes(priors: Iterable[float]) -> list[Average]:

@@ -58,9 +58,10 @@ def simulate(
     """Tokens per second of a pair; `token` gives a drafted token's confidence and the probability that it stands.
 
     The clock wobbles by `noise`, a standard deviation of the logarithm, which the planner sees and the result does not.
-    With `tells` the target's confidence is, within some tenths, the probability that the draft agrees.
+    With `tells` the target's confidence is, within some tenths, the probability that the draft agrees. A draft that is
+    more than two tokens behind takes a quarter of a step for each of them.
     """
-    tokens, seconds = 0, 0.0
+    tokens, seconds, fed = 0, 0.0, -1
     while tokens < num_tokens:
         most, steps = min(planner.begin(tokens), num_tokens - tokens - 1), 0
         drafted: list[float] = []
@@ -74,6 +75,9 @@ def simulate(
         while accepted < len(drafted) and rng.random() < drafted[accepted]:
             accepted += 1
         target_s, draft_s = costs.target(len(drafted) + 1), steps * costs.draft_step
+        if steps:
+            draft_s += 0.25 * max(tokens - 2 - fed, 0) * costs.draft_step
+            fed = tokens + min(steps - 1, accepted)
         emitted = [*drafted[: accepted + 1], token(rng)[1]][: accepted + 1] if tells else []
         planner.end(
             len(drafted),
@@ -156,9 +160,9 @@ def test_case_22_a_draft_that_loses_costs_little() -> None:
 
 
 def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None:
-    """Drafting gives up on a hard text after a few tokens, and takes up an easy one long before it would look again."""
+    """Drafting gives up on a hard text after a few tokens, and takes up an easy one without ever looking in between."""
     planner, drafted = Planner(costs=CPU), []
-    for position in range(90):
+    for position in range(140):
         hard = position < 60
         planner.begin(position)
         drafting = planner.worth_a_step() and planner.worth_drawing(0.3 if hard else 0.99)
@@ -174,7 +178,40 @@ def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None
     assert sum(drafted[:10]) <= 4
     assert not any(drafted[10:60])
     assert not any(drafted[60:62])
-    assert all(drafted[85:])
+    assert all(drafted[120:])
+
+
+def play(planner: Planner, length: int, *, drafted: int, draft_s: float = CPU.draft_step) -> bool:
+    """A round behind a text of `length` tokens, all of whose drafted tokens stand; whether it was worth a step."""
+    planner.begin(length)
+    worth = False
+    for _ in range(drafted):
+        worth = planner.worth_a_step()
+        planner.worth_drawing(0.99)
+    planner.end(drafted, drafted, rows=drafted + 1, target_s=CPU.target(drafted + 1), draft_s=drafted * draft_s)
+    return worth
+
+
+def test_tokens_that_the_draft_missed_are_part_of_the_price() -> None:
+    """A draft that has fallen behind is fed what it missed with its next step, which has to pay for it."""
+    profile = CostsByLength((128,), (CPU,), "profile x")
+    for missed in (0, 200):
+        planner = Planner(costs=profile)
+        length = 100
+        for _ in range(30):
+            play(planner, length, drafted=1)
+            length += 2
+        for _ in range(missed):
+            play(planner, length, drafted=0)
+            length += 1
+        told = planner.costs
+        assert play(planner, length, drafted=1, draft_s=10 * CPU.draft_step if missed else CPU.draft_step) == (
+            not missed
+        )
+        planner.begin(length + 2)
+        assert told is not None
+        assert planner.costs is not None
+        assert planner.costs.draft_step == pytest.approx(told.draft_step)  # a step that caught up tells of no other
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -290,7 +327,7 @@ def test_a_profile_that_is_not_right_any_more_is_corrected(acceptance: float, pl
         predictions.append(planner.predicted_speedup or 0.0)
     realised = true.target(1) / np.mean([1 / rate for rate in rates])
     stale = [simulate(rng, Planner(costs=told), true, varied(acceptance), 128) for _ in range(24)]
-    assert realised > 0.97 * true.target(1) / np.mean([1 / rate for rate in stale])
+    assert realised > 0.9 * true.target(1) / np.mean([1 / rate for rate in stale])
     assert realised > 0.94
     assert abs(np.mean(predictions) / realised - 1) < 0.1
 
