@@ -38,7 +38,15 @@ from paceline.errors import CheckpointError
 from .attention import ATTENTION_NAME, GraphState, leave_unrotated, tracing
 from .passes.norms import fuse_rms_norms
 
-__all__ = ["OPSET", "Trace", "check_architecture", "fake_model", "num_heads_and_size", "trace"]
+__all__ = [
+    "OPSET",
+    "Trace",
+    "check_architecture",
+    "fake_model",
+    "num_heads_and_size",
+    "projects_for_attention",
+    "trace",
+]
 
 OPSET = 21
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -53,6 +61,7 @@ class Trace:
     Attributes:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
         embedding: name of the parameter that input ids are looked up in.
+        attention: names of the weights that project for attention.
         constants: values of initializers that no checkpoint holds: tables of rotation, `[max_length, head_size / 2]`,
             and fixed factors.
     """
@@ -63,6 +72,7 @@ class Trace:
     head_size: int
     vocab_size: int
     embedding: str
+    attention: frozenset[str]
     constants: dict[str, torch.Tensor]
 
 
@@ -183,7 +193,19 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
     vocab_size = graph.graph.outputs[0].shape[2]
     table = cast(PreTrainedModel, model).get_input_embeddings()
     embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
-    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotation.tables | factors)
+    attention = frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and projects_for_attention(model, name)
+    )
+    constants = rotation.tables | factors
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, constants)
+
+
+def projects_for_attention(model: torch.nn.Module, name: str) -> bool:
+    """Whether a linear layer, by its name in a model or in one of its layers, belongs to an attention block."""
+    parent = name.rpartition(".")[0]
+    return bool(parent) and "Attention" in type(model.get_submodule(parent)).__name__
 
 
 class _GraphModel(torch.nn.Module):

@@ -40,7 +40,7 @@ from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 from .calibrate.calibrate import Recipe
 from .calibrate.layers import NotLayerwiseError
 from .calibrate.quality import is_possible, measure
-from .calibrate.run import Pass, is_wide, run_layers
+from .calibrate.run import Pass, run_layers
 from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
@@ -51,7 +51,7 @@ from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
 from .passes.tied import alias_tied_table
 from .passes.weights import check_shape, store_weights
-from .quantize import weight_format
+from .quantize import WeightFormat, weight_format
 from .quantize.blockwise import BLOCK_SIZES
 from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
@@ -193,7 +193,7 @@ def export_bundle(
             passed, notes[which], layers_seconds[which] = _run_layers(
                 checkpoint,
                 checked[which][0],
-                precisions[which],
+                _stored_format(checkpoint, which, precisions[which]),
                 lengths[which],
                 block_size,
                 calibrations[which],
@@ -382,10 +382,21 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
+def _stored_format(checkpoint: Checkpoint, which: str, precision: str) -> WeightFormat:
+    """How the weights of one model of the pair are stored."""
+    stored = weight_format(precision)
+    if checkpoint.packing is not None and stored.bits is not None:
+        # Of what the checkpoint left unquantised; the rest stays as it is.
+        stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS)
+    if which == "draft":  # its speed counts for more than its text
+        stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits)
+    return stored
+
+
 def _run_layers(
     checkpoint: Checkpoint,
     reader: WeightReader,
-    precision: str,
+    stored: WeightFormat,
     max_length: int,
     block_size: int,
     calibration: str | None,
@@ -404,14 +415,10 @@ def _run_layers(
     if quality and (reason := is_possible()) is not None:
         quality = False
         notes.append(f"quality was not measured: {reason}")
-    wanted = calibration == "gptq" or (calibration is None and precision == "int4")
+    wanted = calibration == "gptq" or (calibration is None and stored.bits == 4)
     if checkpoint.packing is not None:
         quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
-    recipe = None
-    if wanted:
-        recipe = Recipe(
-            lambda layer, name: 8 if is_wide(layer, name) else 4, block_size, weight_format(precision).symmetric
-        )
+    recipe = Recipe(stored, block_size) if wanted else None
     passed = Pass({}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
@@ -445,11 +452,7 @@ def _export_model(
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
-    stored, packing = weight_format(precision), checkpoint.packing
-    if packing is not None and stored.bits is not None:
-        stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
-    if which == "draft":
-        stored = replace(stored, tied_bits=stored.bits)  # a draft's speed counts for more than its text
+    stored, packing = _stored_format(checkpoint, which, precision), checkpoint.packing
     report("trace", 0.6)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
     fuse_residual_norms(traced.model)
@@ -464,12 +467,13 @@ def _export_model(
         report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
 
     report("store weights", 0.7)
-    store_weights(
+    mixed = store_weights(
         traced.model,
         reader,
         stored,
         block_size,
         embedding=traced.embedding,
+        attention=traced.attention,
         constants=traced.constants,
         calibrated=passed.calibrated,
         on_weight=on_weight,
@@ -492,7 +496,6 @@ def _export_model(
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
     source = checkpoint.source
-    mixed = {name: weight.bits for name, weight in passed.calibrated.items() if weight.bits != stored.bits}
     entry = ModelEntry(
         path=f"{which}/model.onnx",
         flavor="ort",

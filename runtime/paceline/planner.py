@@ -45,8 +45,8 @@ _RATE_MEMORY = 0.9
 _PAUSE = 32
 # What the draft model takes for each token that it has missed, in steps: they are fed with the next step, as rows.
 _MISSED_TOKEN = 0.25
-# It catches up when the rounds that went without it have cost this share of what catching up does: whether the text stays
-# worth it is not known, and so neither is lost much more than need be (as with skis that are rented or bought).
+# It catches up when the rounds that went without it have cost this share of what catching up does: whether the text
+# stays worth it is not known, and so neither choice loses much more than need be (as with skis, rented or bought).
 _RENT = 0.5
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
@@ -305,7 +305,7 @@ class Planner:
         return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
     def _margin(self, survival: float, *, steps: int) -> float:
-        """Tokens that a token which stands with this probability brings beyond what its row and `steps` draft steps take.
+        """Tokens that one more, which stands with this probability, brings beyond what its row and `steps` steps take.
 
         Where rows cost in steps, as kernels that work in tiles have it, it may be worth them together with tokens that
         come behind it, each of which is taken to stand as often as the text's do: the most that so many bring.

@@ -35,10 +35,11 @@ def store_weights(
     block_size: int,
     *,
     embedding: str,
+    attention: frozenset[str],
     constants: dict[str, torch.Tensor],
     calibrated: Mapping[str, Blockwise] | None = None,
     on_weight: Callable[[str], None] | None = None,
-) -> None:
+) -> dict[str, int]:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
 
     Args:
@@ -47,9 +48,13 @@ def store_weights(
         weight_format: what to store.
         block_size: of quantised projections.
         embedding: the checkpoint's name of the table that input ids are looked up in.
+        attention: names of the weights that project for attention.
         constants: values of initializers that are not in the checkpoint.
         calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
         on_weight: called with the name of each tensor as it is stored.
+
+    Returns:
+        The bits of the projections that were quantised to others than `weight_format.bits`, a tied head apart.
 
     Raises:
         CheckpointError: a weight that the checkpoint lacks, holds in another shape, or with values that are no numbers
@@ -77,6 +82,7 @@ def store_weights(
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
+    mixed: dict[str, int] = {}
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
@@ -93,11 +99,18 @@ def store_weights(
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
                 else:
-                    bits = (weight_format.tied_bits if weight is head else None) or weight_format.bits
-                    symmetric = weight is head or weight_format.symmetric  # the table is read without zero points
+                    bits = weight_format.bits
+                    if weight is head:
+                        bits = weight_format.tied_bits or bits
+                    elif name in attention:
+                        bits = weight_format.attention_bits or bits
+                    # A table is read without zero points, and 8 bits need none.
+                    symmetric = weight is head or bits == 8 or weight_format.symmetric
                     quantised = (calibrated or {}).get(name) or quantize(
                         read(name), bits=bits, block_size=block_size, symmetric=symmetric
                     )
+                    if weight is not head and quantised.bits != weight_format.bits:
+                        mixed[name] = quantised.bits
                 if weight is head:
                     _look_up_in(model, head, quantised, dtype)
                 _replace(model, node, _matmul_nbits(model, x, name, quantised, dtype))
@@ -120,6 +133,7 @@ def store_weights(
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             value.const_value = lazy(value, name)
+    return mixed
 
 
 def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, torch.Tensor]) -> None:
