@@ -22,9 +22,8 @@ def error(weight: torch.Tensor, stored: Blockwise, x: torch.Tensor) -> float:
     return float(((torch.from_numpy(dequantize(stored)) - weight) @ x.T).square().mean())
 
 
-def calibrated(weight: torch.Tensor, hessian: torch.Tensor, **changes: object) -> Blockwise:
-    settings = {"bits": 4, "block_size": 32, "symmetric": True, "damping": 0.01} | changes
-    return gptq(weight, hessian, **settings)  # type: ignore[arg-type]
+def calibrated(weight: torch.Tensor, hessian: torch.Tensor, *, symmetric: bool = True) -> Blockwise:
+    return gptq(weight, hessian, bits=4, block_size=32, symmetric=symmetric, damping=0.01)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -41,8 +41,7 @@ class Recipe:
 
     def is_wide(self, layer: Layer, name: str) -> bool:
         """Whether a linear layer of a decoder layer is stored in 8 bits."""
-        stored = self.weight_format
-        return (stored.attention_bits if projects_for_attention(layer.module, name) else stored.bits) == 8
+        return self.weight_format.projection_bits(attention=projects_for_attention(layer.module, name)) == 8
 
 
 class _Reached(Exception):  # noqa: N818  (no error: it ends a run early)

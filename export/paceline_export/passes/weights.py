@@ -99,11 +99,10 @@ def store_weights(
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
                 else:
-                    bits = weight_format.bits
+                    bits = weight_format.projection_bits(attention=name in attention)
                     if weight is head:
-                        bits = weight_format.tied_bits or bits
-                    elif name in attention:
-                        bits = weight_format.attention_bits or bits
+                        bits = weight_format.tied_bits
+                    assert bits is not None
                     # A table is read without zero points, and 8 bits need none.
                     symmetric = weight is head or bits == 8 or weight_format.symmetric
                     quantised = (calibrated or {}).get(name) or quantize(

@@ -30,6 +30,10 @@ class WeightFormat:
     tied_bits: int | None
     symmetric: bool
 
+    def projection_bits(self, *, attention: bool) -> int | None:
+        """Bits of a projection, for attention or not."""
+        return self.attention_bits if attention else self.bits
+
 
 PRECISIONS = {
     "fp32": WeightFormat("float32", None, None, None, None, symmetric=True),

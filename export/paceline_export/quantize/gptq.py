@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .blockwise import Blockwise, from_levels
+from .blockwise import Blockwise, block_range, from_levels
 
 __all__ = ["gptq"]
 
@@ -121,21 +121,16 @@ def _range(
 
     Clipping them would make a block's error less and the model worse: the largest weights matter beyond their square.
     """
-    top, middle = 2**bits - 1, 2 ** (bits - 1)
-    low, high = torch.aminmax(block, dim=0)
+    scale, zero = block_range(*torch.aminmax(block, dim=0), bits, symmetric)
+    scale = torch.where(scale == 0, 1.0, scale)
     if not symmetric:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = torch.where(high == low, 1.0, (high - low) / top)
-        return scale, (-low / scale).round().clamp_(0, top)
+        return scale, zero
 
     # -middle … middle - 1 steps: the far end, or the other one, may have the longer side; columns are weighed.
     weights = (importance / importance.mean())[None]
-    zero = torch.full_like(low, middle)
 
     def error(scale: torch.Tensor) -> torch.Tensor:
-        levels = (block / scale).round_().add_(zero).clamp_(0, top)
+        levels = (block / scale).round_().add_(zero).clamp_(0, 2**bits - 1)
         return (weights @ levels.sub_(zero).mul_(scale).sub_(block).square_())[0]
 
-    extreme = torch.where(high.abs() > low.abs(), high, low)
-    scale = torch.where(extreme == 0, 1.0, extreme / -middle)
     return torch.where(error(-scale) < error(scale), -scale, scale), zero
