@@ -43,7 +43,8 @@ _TEXT_MEMORY = 0.97
 _RATE_MEMORY = 0.9
 # Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
 _PAUSE = 32
-# What the draft model takes for each token that it has missed, in steps: they are fed with the next step, as rows.
+# What the draft model takes for each token that it has missed, in steps: they are fed with the next step, as rows. Two
+# rows take what one does.
 _MISSED_TOKEN = 0.25
 # It catches up when the rounds that went without it have cost this share of what catching up does: whether the text
 # stays worth it is not known, and so neither choice loses much more than need be (as with skis, rented or bought).
@@ -58,6 +59,10 @@ class Planner:
     A drafter that asks before each step and each draw gets an answer for the token at hand; for any other, `begin`
     says how many tokens to draft. With `costs` given, or `repeatable`, plans depend on the text alone; else the first
     rounds measure, and the clock has a say.
+
+    Attributes:
+        asks: whether the drafter asks for each token. The target's confidences tell of a draft model's acceptance, so
+            they are wanted then.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class Planner:
         """
         self._most = most
         self._given: Costs | CostsByLength | CostCorrection | None = costs
-        self._asks = asks
+        self.asks = asks
         self._copies_alone = copies
         self._meter = CostMeter()
         self.costs_from = ("assumed" if repeatable else "measured") if costs is None else "given"
@@ -107,8 +112,7 @@ class Planner:
         self._all_steps = 0.0
         self._passes: Counter[int] = Counter()
         self._lengths = self._length = 0
-        self._fed = 0  # tokens of the text that the draft model has been fed
-        self._lost = 0.0  # tokens that rounds without it have cost since then
+        self._lost = 0.0  # tokens that rounds without the draft model have cost since it last ran
         self._start_round()
 
     def _start_round(self) -> None:
@@ -116,6 +120,7 @@ class Planner:
         self._survivals: list[float] = []  # probability that all drafted tokens up to each stand
         self._confidences: list[float] = []
         self._steps = 0
+        self._catching_up = 0.0  # what the draft model's missed tokens took, in steps
         self._withheld: float | None = None  # acceptance of a token that was not worth drawing
         self._copied: int | None = None  # length of the match that the round copies from
         self._acceptance = 0.0  # of each token of a round whose length was fixed at once
@@ -149,15 +154,13 @@ class Planner:
     def begin(self, length: int = 0) -> int:
         """Start a round behind a text of `length` tokens; returns how many tokens it may draft."""
         self._start_round()
-        if not self._passes:
-            self._fed = length - 1  # it was fed the prompt
         self._length = length
         self._lengths += length
         if self._given and (self._correction or abs(length - self._costs_length) >= _SAME_LENGTH):
             self._costs, self._costs_length = self._of_drafter(self._given.at(length)), length
         if self._correction and not self._passes:
             return 0  # what plain decoding takes in this process is what drafting is weighed against
-        if self._asks:
+        if self.asks:
             return self._most
         self._acceptance = self._text.mean
         if (costs := self._costs) is None:
@@ -165,15 +168,22 @@ class Planner:
         best, _ = self._best(self._acceptance, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
-    def worth_a_step(self) -> bool:
-        """Whether to run the draft model for the next token."""
+    def worth_a_step(self, rows: int = 1) -> bool:
+        """Whether to run the draft model for the next token.
+
+        Args:
+            rows: tokens that it would be fed: the last one, and those before it that it has missed.
+        """
+        catching_up = _MISSED_TOKEN * max(rows - 2, 0)
         if self._confidences:
             worth = self._margin(self._survival * self._text.mean, steps=1) > 0
         else:
             margin = self._margin(self._text.mean, steps=1)
             self._lost = max(self._lost + margin, 0.0)
-            worth = margin > 0 and self._lost >= _RENT * self._price_of_missed()
-        self._steps += worth
+            worth = margin > 0 and self._lost >= _RENT * self._tokens_in(catching_up)
+        if worth:
+            self._steps += 1
+            self._catching_up += catching_up
         return worth
 
     def worth_drawing(self, confidence: float) -> bool:
@@ -242,17 +252,16 @@ class Planner:
                 self._text.add(like.mean, 1)
         if self._withheld is not None and judged == num_accepted:
             self._text.add(self._withheld, 1)  # the draft's own confidence says more
-        steps = self._steps if self._asks else num_proposed
-        seen = 0 if self._missed else steps  # else what it takes to catch up would count as a step
+        steps = self._steps if self.asks else num_proposed
+        seen = 0 if self._catching_up else steps  # else what it takes to catch up would count as a step
         if self._correction:
             self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
         elif not self._given:
             self._meter.observe(rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
             if self.costs_from == "measured":
                 self._costs = self._of_drafter(self._meter.costs)
+        self._all_steps += steps + self._catching_up
         if steps:
-            self._all_steps += steps + _MISSED_TOKEN * self._missed
-            self._fed = self._length + min(steps - 1, num_accepted)
             self._lost = 0.0
         self._passes[num_proposed + 1] += 1
         self._expected += self._expected_tokens(num_proposed)
@@ -260,14 +269,9 @@ class Planner:
             self._tokens.add(num_accepted + 1, 1)
             self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
 
-    @property
-    def _missed(self) -> int:
-        """Tokens that the draft model has to be fed with its next step, beside the two that a step takes as well."""
-        return max(self._length - 2 - self._fed, 0)
-
-    def _price_of_missed(self) -> float:
-        """Tokens that are not written while the draft model catches up."""
-        return self._rate(costs) * costs.draft_step * _MISSED_TOKEN * self._missed if (costs := self._costs) else 0.0
+    def _tokens_in(self, steps: float) -> float:
+        """Tokens that could be written in the time of so many draft steps."""
+        return self._rate(costs) * costs.draft_step * steps if (costs := self._costs) else 0.0
 
     def _of_drafter(self, costs: Costs | None) -> Costs | None:
         """Costs as this drafter has them: those of a draft model are nothing to copies."""
@@ -275,7 +279,7 @@ class Planner:
 
     def _expected_tokens(self, num_proposed: int) -> float:
         """Tokens that the round was expected to bring, by what was known before its tokens were judged."""
-        if self._asks and self._copied is None:
+        if self.asks and self._copied is None:
             return 1 + sum(self._survivals)
         return tokens_per_round(self._acceptance, num_proposed)
 

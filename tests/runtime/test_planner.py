@@ -65,7 +65,7 @@ def simulate(
     while tokens < num_tokens:
         most, steps = min(planner.begin(tokens), num_tokens - tokens - 1), 0
         drafted: list[float] = []
-        while len(drafted) < most and planner.worth_a_step():
+        while len(drafted) < most and planner.worth_a_step(1 if steps else tokens - fed):
             steps += 1
             confidence, acceptance = token(rng)
             if not planner.worth_drawing(confidence):
@@ -161,11 +161,13 @@ def test_case_22_a_draft_that_loses_costs_little() -> None:
 
 def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None:
     """Drafting gives up on a hard text after a few tokens, and takes up an easy one without ever looking in between."""
-    planner, drafted = Planner(costs=CPU), []
+    planner, drafted, fed = Planner(costs=CPU), [], -1
     for position in range(140):
         hard = position < 60
         planner.begin(position)
-        drafting = planner.worth_a_step() and planner.worth_drawing(0.3 if hard else 0.99)
+        worth = planner.worth_a_step(position - fed)
+        fed = position if worth else fed
+        drafting = worth and planner.worth_drawing(0.3 if hard else 0.99)
         drafted.append(drafting)
         planner.end(
             int(drafting),
@@ -181,34 +183,26 @@ def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None
     assert all(drafted[120:])
 
 
-def play(planner: Planner, length: int, *, drafted: int, draft_s: float = CPU.draft_step) -> bool:
-    """A round behind a text of `length` tokens, all of whose drafted tokens stand; whether it was worth a step."""
+def play(planner: Planner, length: int, rows: int, draft_s: float = CPU.draft_step) -> bool:
+    """A round behind a text of `length` tokens that would feed the draft `rows`, and whose drafted token stands."""
     planner.begin(length)
-    worth = False
-    for _ in range(drafted):
-        worth = planner.worth_a_step()
+    worth = planner.worth_a_step(rows)
+    if worth:
         planner.worth_drawing(0.99)
-    planner.end(drafted, drafted, rows=drafted + 1, target_s=CPU.target(drafted + 1), draft_s=drafted * draft_s)
+    planner.end(int(worth), int(worth), rows=1 + worth, target_s=CPU.target(1 + worth), draft_s=worth * draft_s)
     return worth
 
 
 def test_tokens_that_the_draft_missed_are_part_of_the_price() -> None:
     """A draft that has fallen behind is fed what it missed with its next step, which has to pay for it."""
     profile = CostsByLength((128,), (CPU,), "profile x")
-    for missed in (0, 200):
+    for missed, worth in ((0, True), (8, True), (200, False)):
         planner = Planner(costs=profile)
-        length = 100
-        for _ in range(30):
-            play(planner, length, drafted=1)
-            length += 2
-        for _ in range(missed):
-            play(planner, length, drafted=0)
-            length += 1
+        for length in range(100, 160, 2):
+            play(planner, length, rows=2)
         told = planner.costs
-        assert play(planner, length, drafted=1, draft_s=10 * CPU.draft_step if missed else CPU.draft_step) == (
-            not missed
-        )
-        planner.begin(length + 2)
+        assert play(planner, 160, rows=2 + missed, draft_s=10 * CPU.draft_step if missed else CPU.draft_step) == worth
+        planner.begin(162)
         assert told is not None
         assert planner.costs is not None
         assert planner.costs.draft_step == pytest.approx(told.draft_step)  # a step that caught up tells of no other
@@ -216,7 +210,7 @@ def test_tokens_that_the_draft_missed_are_part_of_the_price() -> None:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_confidences_that_are_unknown_cost_little(tells: bool) -> None:
-    """Where a text is hard, not to know them costs a look now and then; see the bars above for where it is easy."""
+    """Where a text is hard: it is left plain either way."""
     rates = [
         simulate(np.random.default_rng(seed), Planner(costs=CPU), CPU, varied(0.4), 128, tells=tells)
         for seed in range(24)
