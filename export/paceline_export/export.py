@@ -46,7 +46,7 @@ from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .draft_vocab import useful_ids
 from .pair import check_pair, check_widths, token_texts
-from .passes.lm_head import cut_lm_head
+from .passes.lm_head import cut_lm_head, widen_lm_head
 from .passes.norms import fuse_residual_norms
 from .passes.reshapes import drop_reshape_pairs
 from .passes.tied import alias_tied_table
@@ -387,9 +387,9 @@ def _stored_format(checkpoint: Checkpoint, which: str, precision: str) -> Weight
     stored = weight_format(precision)
     if checkpoint.packing is not None and stored.bits is not None:
         # Of what the checkpoint left unquantised; the rest stays as it is.
-        stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS)
+        stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS, head_rows=0)
     if which == "draft":  # its speed counts for more than its text
-        stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits)
+        stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits, head_rows=0)
     return stored
 
 
@@ -478,6 +478,8 @@ def _export_model(
         calibrated=passed.calibrated,
         on_weight=on_weight,
     )
+    if stored.head_rows and (widened := widen_lm_head(traced.model, reader, stored.head_rows)) is not None:
+        mixed[widened] = 8
     report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()

@@ -300,7 +300,9 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
             bits,
             block,
         )
-        weights[name] = unpacked(PackedWeight(weight, _column_order(node)))
+        values = unpacked(PackedWeight(weight, _column_order(node)))
+        whole, part, _ = name.partition("[")  # rows of a weight, in order
+        weights[whole] = torch.cat([weights[whole], values]) if part and whole in weights else values
     for name, tensor in arrays.items():
         if name.startswith("rotary.") or "." not in name or name.endswith(_PARTS):
             continue

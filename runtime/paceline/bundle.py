@@ -142,8 +142,9 @@ class ModelEntry:
     """One exported model: its graph, its shapes, and how its weights are stored.
 
     `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), `mixed_bits` gives
-    the bits of those projections that have others than `precision` says, by their names in the checkpoint, and
-    `quality` what all this costs; None where it was not measured, as in bundles from before it was.
+    the bits of those projections that have others than `precision` says, by their names in the checkpoint
+    (`NAME[:ROWS]`: its first rows), and `quality` what all this costs; None where it was not measured, as in bundles
+    from before it was.
     """
 
     path: str

@@ -34,16 +34,18 @@ from paceline_export.export import export_bundle
 from paceline_export.quantize import PRECISIONS
 from paceline_export.source import resolve
 
-# Options of an export; `symmetric`, `attention_bits` and `damping` are not offered to users.
+# Options of an export; `symmetric`, `attention_bits`, `head_rows` and `damping` are not offered to users.
 VARIANTS: dict[str, dict[str, Any]] = {
     "int4": {},
     "rounded": {"calibration": "none"},
     "int8": {"precision": "int8"},
     "symmetric": {"symmetric": True},
     "all-4-bits": {"attention_bits": 4},
+    "head-4-bits": {"head_rows": 0},
+    "head-8-bits": {"head_rows": 2**31},
     "damped-less": {"damping": 0.5},
     "rounded-symmetric": {"calibration": "none", "symmetric": True},
-    "rounded-symmetric-all-4-bits": {"calibration": "none", "symmetric": True, "attention_bits": 4},
+    "rounded-symmetric-all-4-bits": {"calibration": "none", "symmetric": True, "attention_bits": 4, "head_rows": 0},
 }
 BASELINE = "rounded-symmetric-all-4-bits"
 ROWS = (1, 3, 5)

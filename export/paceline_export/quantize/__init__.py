@@ -20,6 +20,8 @@ class WeightFormat:
         embedding_bits: of the quantised embedding table; it costs no time, so it is never coarser than 8 bits.
         tied_bits: of an LM head that is the embedding table, too, which both read. Where the table is coarser than 8
             bits, every layer pays for it.
+        head_rows: of an LM head of its own, so many first rows are stored in 8 bits. Vocabularies are built by merging
+            what is frequent, so that these rows make most of the text, for little of the head's time.
         symmetric: whether blocks of `bits` have no zero point; those of 8 bits have none in any case.
     """
 
@@ -28,6 +30,7 @@ class WeightFormat:
     attention_bits: int | None
     embedding_bits: int | None
     tied_bits: int | None
+    head_rows: int
     symmetric: bool
 
     def projection_bits(self, *, attention: bool) -> int | None:
@@ -36,10 +39,10 @@ class WeightFormat:
 
 
 PRECISIONS = {
-    "fp32": WeightFormat("float32", None, None, None, None, symmetric=True),
-    "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
-    "int8": WeightFormat("float32", 8, 8, 8, 8, symmetric=True),
-    "int4": WeightFormat("float32", 4, 8, 8, 8, symmetric=False),
+    "fp32": WeightFormat("float32", None, None, None, None, 0, symmetric=True),
+    "fp16": WeightFormat("float16", None, None, None, None, 0, symmetric=True),
+    "int8": WeightFormat("float32", 8, 8, 8, 8, 0, symmetric=True),
+    "int4": WeightFormat("float32", 4, 8, 8, 8, 32768, symmetric=False),
 }
 
 
