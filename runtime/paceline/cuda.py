@@ -78,8 +78,8 @@ def _call(name: str, *arguments: object) -> None:
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         reason = runtime.cudaGetErrorString(status).decode(errors="replace")
         raise InstallationError(
-            f"{name} failed: {reason} (error {status}). A GPU of NVIDIA is needed, with a driver that is at least as "
-            f"new as CUDA's runtime ({runtime._name}); nvidia-smi shows both."
+            f"CUDA finds no device: {reason} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at least "
+            f"as new as CUDA's runtime ({runtime._name}); nvidia-smi shows both."
         )
 
 

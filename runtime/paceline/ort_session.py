@@ -41,6 +41,7 @@ class Provider:
         device: where ONNX Runtime allocates KV caches and logits; None keeps them in numpy's memory.
         sampler: key of the row that runs the sampler's graphs, where this one's logits lie.
         own_threads: it runs on threads of its own, which ONNX Runtime's would disturb while they wait.
+        settings: of the plugin's own library.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Provider:
     device: str | None = None
     sampler: str = "cpu"
     own_threads: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def reads_when_bound(self) -> bool:
@@ -83,7 +85,7 @@ PROVIDERS = {
     "tensorrt-rtx": Provider(
         "NvTensorRTRTXExecutionProvider",
         "pip install onnxruntime-ep-nv-tensorrt-rtx",
-        f"It needs an NVIDIA RTX GPU, Ampere or newer, and for what it leaves ONNX Runtime's GPU package. {_CUDA_NEEDS}",
+        f"It needs an RTX GPU, Ampere or newer, and for what it leaves ONNX Runtime's GPU package. {_CUDA_NEEDS}",
         plugin="onnxruntime_ep_nv_tensorrt_rtx",
         behind=(_CUDA,),
         device="cuda",
@@ -96,6 +98,8 @@ PROVIDERS = {
         plugin="onnxruntime_ep_openvino",
         hardware="CPU",
         own_threads=True,
+        # Where the processor has bfloat16, OpenVINO would compute in it.
+        settings=(("INFERENCE_PRECISION_HINT", "f32"),),
     ),
 }
 
@@ -245,8 +249,9 @@ def _options(row: Provider) -> dict[str, str]:
     """Options of the provider. On a GPU both models and the sampler share one stream: nothing waits between them."""
     if row.device == "cuda":
         return {"has_user_compute_stream": "1", "user_compute_stream": str(cuda.shared_stream())}
-    if row.own_threads and pool_threads():
-        return {"load_config": json.dumps({row.hardware: {"INFERENCE_NUM_THREADS": str(pool_threads())}})}
+    if row.own_threads:
+        threads = (("INFERENCE_NUM_THREADS", str(pool_threads())),) if pool_threads() else ()
+        return {"load_config": json.dumps({row.hardware: dict((*row.settings, *threads))})}
     return {}
 
 

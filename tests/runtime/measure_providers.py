@@ -68,7 +68,8 @@ def measure(options: argparse.Namespace) -> None:
     for provider in options.providers:
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", provider]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdin is not None
+        assert worker.stdout is not None
         if worker.stdout.readline() != "ready\n":
             raise SystemExit(f"{provider} did not come up; see above.")
         workers[provider] = worker.stdin, worker.stdout
