@@ -1,4 +1,4 @@
-"""Print what runs of a bundle's models take by execution provider: `python tests/runtime/measure_providers.py BUNDLE`.
+"""Print what runs of a bundle's models take by execution provider: `python -m tests.runtime.measure_providers BUNDLE`.
 
 Each provider runs in a process of its own, since the first model of a process settles its threads. The processes take
 turns, a run of every kind each; medians in milliseconds. The KV caches hold `--length` positions of arbitrary numbers.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +24,8 @@ from paceline import Bundle, PacelineError
 from paceline.huge_pages import huge_pages
 from paceline.ort import OrtKVCache, OrtModel
 from paceline.ort_session import PROVIDERS
+
+from .openvino_plugin import plugin_folder
 
 ROWS = (1, 3, 5)
 
@@ -63,11 +67,14 @@ def work(options: argparse.Namespace) -> None:
         print(json.dumps(times), flush=True)
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace, scratch: Path) -> None:
+    plugin = plugin_folder(scratch)  # may be a copy that this maker's processor needs
+    path = os.pathsep.join([str(plugin)] * (plugin is not None) + [folder for folder in sys.path if folder])
     workers = {}
     for provider in options.providers:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", provider]
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "tests.runtime.measure_providers", *sys.argv[1:], "--worker", provider]
+        environment = {**os.environ, "PYTHONPATH": path}
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         assert worker.stdin is not None
         assert worker.stdout is not None
         if worker.stdout.readline() != "ready\n":
@@ -96,6 +103,7 @@ def measure(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         parsed = parser().parse_args()
-        work(parsed) if parsed.worker else measure(parsed)
+        with tempfile.TemporaryDirectory() as folder:
+            work(parsed) if parsed.worker else measure(parsed, Path(folder))
     except PacelineError as error:
         raise SystemExit(f"Error: {error}") from error

@@ -20,7 +20,7 @@ import paceline
 from paceline.cost_profile import cpu_name
 from paceline.errors import InstallationError
 
-from .openvino import PACKAGE, plugin_folder
+from .openvino_plugin import PACKAGE, plugin_folder
 
 PROMPT = "def mean(xs):\n    s = 0\n    for x in xs:\n        s += x\n"
 KS = (0, 1, 2, 4)
