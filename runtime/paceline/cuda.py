@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .errors import InstallationError
 
-__all__ = ["check_device", "device_count", "device_name", "shared_stream"]
+__all__ = ["check_device", "device_count", "device_name", "free_bytes", "shared_stream"]
 
 _MAJORS = (13, 12)
 _NAME_LENGTH = 256
@@ -52,6 +52,17 @@ def device_name() -> str:
     return buffer.value.decode(errors="replace")
 
 
+def free_bytes() -> int:
+    """Memory of the first device that is free.
+
+    Raises:
+        InstallationError: there is no device.
+    """
+    free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    _call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+    return free.value
+
+
 def shared_stream() -> int:
     """Address of the process's one stream, made at the first call and kept until the process ends.
 
@@ -78,7 +89,7 @@ def _call(name: str, *arguments: object) -> None:
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         reason = runtime.cudaGetErrorString(status).decode(errors="replace")
         raise InstallationError(
-            f"CUDA finds no device: {reason} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at least "
+            f"CUDA cannot be used: {reason} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at least "
             f"as new as CUDA's runtime ({runtime._name}); nvidia-smi shows both."
         )
 

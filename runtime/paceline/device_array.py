@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from . import cuda
 from .errors import InvalidInputError
 
 __all__ = ["AnyArray", "DeviceArray", "bind_input", "bind_output", "fill", "on_host", "placed"]
@@ -35,11 +36,22 @@ class DeviceArray:
 
     @classmethod
     def empty(cls, device: str, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        """Allocate an array; what it holds is arbitrary."""
+        """Allocate an array; what it holds is arbitrary.
+
+        Raises:
+            InvalidInputError: the device has no room for it.
+        """
         import onnxruntime
 
         made = np.dtype(dtype)
-        owner = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), made.type, device, 0)
+        try:
+            owner = onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), made.type, device, 0)
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            free = f", {cuda.free_bytes()} are free" if device == "cuda" else ""
+            raise InvalidInputError(
+                f"{device} has no room for {math.prod(shape) * made.itemsize} bytes of {made} {shape}{free} ({error}): "
+                "ask for fewer tokens, run fewer texts at once, or use another provider."
+            ) from error
         return cls(owner, device, shape, made, owner.data_ptr())
 
     @property

@@ -50,6 +50,11 @@ def test_without_a_device_nothing_is_copied() -> None:
     assert whole.all()
 
 
+def test_an_array_that_does_not_fit_says_what_it_needs() -> None:
+    with pytest.raises(InvalidInputError, match=r"^cpu has no room for 70368744177664 bytes of float32 .*fewer tokens"):
+        DeviceArray.empty("cpu", (1 << 44,), np.float32)
+
+
 @pytest.mark.parametrize(
     ("part", "values"),
     [

@@ -52,7 +52,7 @@ def command(context: click.Context, /, folders: tuple[Path, ...], as_json: bool)
     for what is there but unusable, and says behind an arrow how to mend it. The exit code is 0 when something can run:
     a provider, and a bundle if some are named. Otherwise it is 1.
     """
-    titles = {f"provider {name}": ("provider", name) for name in PROVIDERS} | {
+    probes = {f"provider {name}": ("provider", name) for name in PROVIDERS} | {
         "GPUs": ("gpus",),
         "CUDA": ("cuda",),
         "cuDNN": ("cudnn",),
@@ -60,7 +60,7 @@ def command(context: click.Context, /, folders: tuple[Path, ...], as_json: bool)
         "TensorRT-RTX": ("tensorrt", "tensorrt_rtx"),
     }
     with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 2)) as pool:
-        probed = dict(zip(titles, pool.map(lambda title: probe(title, *titles[title]), titles), strict=True))
+        probed = dict(zip(probes, pool.map(lambda title: probe(title, *probes[title]), probes), strict=True))
     started = [name for name in PROVIDERS if probed[f"provider {name}"].status == "ok"]
     findings = [_python(), *_packages(), _onnxruntime(), *probed.values(), *_machine()]
     gpus = probed["GPUs"].facts.get("gpus", [])
