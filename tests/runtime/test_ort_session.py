@@ -122,6 +122,20 @@ def test_caches_on_a_device_roll_back_are_saved_and_begin_anew(tiny_bundle: Path
     assert np.isfinite(model.forward([1], again, 1)).all()
 
 
+def test_caches_in_float16_as_a_gpu_wants_them(tmp_path: Path) -> None:
+    from tiny import tiny_pair
+
+    bundle = tiny_pair(tmp_path, precision="fp16")
+    texts = []
+    for provider in ("cpu", "resident"):
+        decoder = paceline.load(bundle, provider=provider, sampler="graph")
+        generation = decoder.generate(PROMPT, SamplingParams(1.0, seed=2), max_new_tokens=12, num_draft_tokens=2)
+        list(generation)
+        texts.append(generation.token_ids)
+    assert texts[0] == texts[1]
+    assert model_of(bundle).new_cache(8).buffers[0].dtype == np.float16
+
+
 def test_inputs_are_bound_anew_where_binding_copies_them(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Binding an input of the host to a graph on a GPU copies it; what it holds later would not be seen."""
     model = model_of(tiny_bundle)
