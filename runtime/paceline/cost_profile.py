@@ -45,7 +45,7 @@ class Setup:
 
     Attributes:
         bundle: SHA-256 of the bundle's manifest, which holds the hashes of all its files.
-        provider: key of `paceline.ort_session.PROVIDERS`.
+        provider: key of `paceline.providers.PROVIDERS`.
         device: name of the processor, or of the GPU.
         cores: that the process may use.
         threads: of the pool that runs the models; 0 is one per physical core.
@@ -174,7 +174,8 @@ def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
     import onnxruntime
 
     from .cuda import device_name
-    from .ort_session import find_provider, pool_threads
+    from .ort_session import pool_threads
+    from .providers import find_provider
 
     return Setup(
         bundle=hashlib.sha256((bundle.root / MANIFEST_NAME).read_bytes()).hexdigest(),

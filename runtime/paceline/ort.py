@@ -18,7 +18,8 @@ from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, 
 from .errors import BundleError, InvalidInputError
 from .kv_cache import KVCache, SavedKV
 from .logit_ids import read_logit_ids
-from .ort_session import PROVIDERS, Provider, find_provider, open_session
+from .ort_session import open_session
+from .providers import PROVIDERS, Provider, find_provider
 
 __all__ = ["OrtKVCache", "OrtModel"]
 

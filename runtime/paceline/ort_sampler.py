@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from .bundle import Bundle
 from .device_array import AnyArray, bind_input, bind_output
 from .errors import BundleError, InvalidInputError
-from .ort_session import PROVIDERS, Provider, find_provider, open_session
+from .ort_session import open_session
+from .providers import PROVIDERS, Provider, find_provider
 from .sampling import SamplingParams
 
 __all__ = ["BoundGraph", "GraphInputs", "SamplerGraphs", "parameter_inputs"]

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: the table of execution providers, how each is started, and the thread pool they share."""
+"""Sessions of ONNX Runtime: how a provider is started, and the threads that all sessions share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.metadata
 import io
 import json
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,109 +15,21 @@ import numpy as np
 
 from . import cuda
 from .errors import BundleError, InstallationError, InvalidInputError, shown
+from .providers import CPU, Provider, find_provider
 
-__all__ = ["PROVIDERS", "Provider", "find_provider", "import_onnxruntime", "open_session", "pool_threads", "start"]
+__all__ = ["import_onnxruntime", "onnxruntime_packages", "open_session", "pool_threads", "start"]
 
-_CPU = "CPUExecutionProvider"
-_CUDA = "CUDAExecutionProvider"
 # y = x + x over float32 [2], in opset 21: a provider that runs it has started.
 _TINY = bytes.fromhex(
     "080a3a350a0e0a01780a017812017922034164641201675a0f0a0178120a0a08080112040a020802620f0a0179120a0a08080112040a02080242040a001015"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Provider:
-    """An execution provider of ONNX Runtime: a row of `PROVIDERS`.
-
-    Attributes:
-        name: in ONNX Runtime.
-        install: what brings the provider to a machine.
-        needs: what it needs of the machine in order to start.
-        plugin: module that brings its library; None where ONNX Runtime's own package does.
-        hardware: kind of the plugin's devices that is used, as ONNX Runtime names it.
-        behind: providers that take what it leaves, before the CPU's does.
-        device: where ONNX Runtime allocates KV caches and logits; None keeps them in numpy's memory.
-        sampler: key of the row that runs the sampler's graphs, where this one's logits lie.
-        own_threads: it runs on threads of its own, which ONNX Runtime's would disturb while they wait.
-        settings: of the plugin's own library.
-    """
-
-    name: str
-    install: str = ""
-    needs: str = ""
-    plugin: str | None = None
-    hardware: str = "GPU"
-    behind: tuple[str, ...] = ()
-    device: str | None = None
-    sampler: str = "cpu"
-    own_threads: bool = False
-    settings: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def reads_when_bound(self) -> bool:
-        """Whether an input in host memory may be copied when it is bound, so that what it holds later is not seen."""
-        return self.device is not None or self.plugin is not None
-
-
-_GPU_PACKAGE = "pip uninstall onnxruntime, then pip install 'paceline[gpu]'"
-_CUDA_NEEDS = (
-    "It needs an NVIDIA GPU with its driver, and the libraries of CUDA 13 and cuDNN 9, which "
-    "pip install 'onnxruntime-gpu[cuda,cudnn]' brings."
-)
-
-# CUDA graphs are left to engines. A graph that ONNX Runtime captures keeps the values that its host inputs had, and the
-# attention of these bundles (GroupQueryAttention) reads `total_sequence_length` on the host; nor can the sampler's
-# graphs be captured, which branch (`If`).
-PROVIDERS = {
-    "cpu": Provider(_CPU),
-    "cuda": Provider(_CUDA, _GPU_PACKAGE, _CUDA_NEEDS, device="cuda", sampler="cuda"),
-    "tensorrt": Provider(
-        "TensorrtExecutionProvider",
-        _GPU_PACKAGE,
-        f"{_CUDA_NEEDS} It also needs TensorRT 10 (libnvinfer.so.10): pip install 'tensorrt-cu13<11', from NVIDIA's "
-        "index (--extra-index-url https://pypi.nvidia.com); TensorRT 11 cannot serve it.",
-        behind=(_CUDA,),
-        device="cuda",
-        sampler="cuda",
-    ),
-    "tensorrt-rtx": Provider(
-        "NvTensorRTRTXExecutionProvider",
-        "pip install onnxruntime-ep-nv-tensorrt-rtx",
-        f"It needs an RTX GPU, Ampere or newer, and for what it leaves ONNX Runtime's GPU package. {_CUDA_NEEDS}",
-        plugin="onnxruntime_ep_nv_tensorrt_rtx",
-        behind=(_CUDA,),
-        device="cuda",
-        sampler="cuda",
-    ),
-    "openvino": Provider(
-        "OpenVINOExecutionProvider",
-        "pip install 'paceline[openvino]'",
-        "Its plugin offers Intel's processors only.",
-        plugin="onnxruntime_ep_openvino",
-        hardware="CPU",
-        own_threads=True,
-        # Where the processor has bfloat16, OpenVINO would compute in it.
-        settings=(("INFERENCE_PRECISION_HINT", "f32"),),
-    ),
-}
-
 _lock = threading.RLock()
 _shares_pool = True  # whether the sessions of the process run on one pool: the first one decides
 _pool_threads: int | None = None  # of every model of the process, once one is there; 0 is one per physical core
 _registered: set[str] = set()
 _started: set[str] = set()
-
-
-def find_provider(provider: object) -> Provider:
-    """The row of this name.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
-    if not isinstance(provider, str) or provider not in PROVIDERS:
-        raise InvalidInputError(f"Unknown provider {shown(provider)}: expected one of {', '.join(PROVIDERS)}.")
-    return PROVIDERS[provider]
 
 
 def open_session(
@@ -138,7 +49,7 @@ def open_session(
     row = find_provider(provider)
     ort = import_onnxruntime()
     _settle_threads(ort, threads, row)
-    if row.name != _CPU:
+    if row.name != CPU:
         start(provider)
     try:
         session = _new_session(ort, graph, row, session_config)
@@ -191,19 +102,19 @@ def pool_threads() -> int:
     return _pool_threads or 0
 
 
+def onnxruntime_packages() -> list[str]:
+    """The installed packages that bring the module `onnxruntime`; several overwrite each other's files."""
+    owners = importlib.metadata.packages_distributions().get("onnxruntime", ())
+    return sorted({name for name in owners if name.startswith("onnxruntime")})
+
+
 def import_onnxruntime() -> Any:
     """Import ONNX Runtime, which exactly one installed package must provide.
 
     Raises:
         InstallationError: none is installed, or several that overwrite each other's files.
     """
-    owners = sorted(
-        {
-            name
-            for name in importlib.metadata.packages_distributions().get("onnxruntime", ())
-            if name.startswith("onnxruntime")
-        }
-    )
+    owners = onnxruntime_packages()
     if len(owners) > 1:
         raise InstallationError(
             f"{' and '.join(owners)} are both installed and overwrite each other. Uninstall all of them "
@@ -228,7 +139,7 @@ def _new_session(ort: Any, graph: Path | bytes, row: Provider, config: tuple[tup
         config = (("session.intra_op.allow_spinning", "0"), *config)
     elif row.own_threads:
         config = (("session.force_spinning_stop", "1"), *config)
-    if row.name != _CPU:
+    if row.name != CPU:
         config = (("session.record_ep_graph_assignment_info", "1"), *config)
     for key, value in config:
         options.add_session_config_entry(key, value)

@@ -22,7 +22,7 @@ def test_what_is_written_comes_back() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int64, np.bool_])
 def test_views_lie_in_the_same_memory(dtype: type) -> None:
-    whole = numbers().astype(dtype)
+    whole: np.ndarray = numbers().astype(dtype)
     array = placed(whole, "cpu")
     assert isinstance(array, DeviceArray)
     for key in (slice(1, 3), slice(2, None), slice(None, -1), slice(3, 3)):

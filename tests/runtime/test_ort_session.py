@@ -22,10 +22,11 @@ import pytest
 import paceline
 from paceline import SamplingParams, SpeculativeDecoder, cuda, ort, ort_session
 from paceline.bundle import Bundle
-from paceline.device_array import DeviceArray, bind_output
+from paceline.device_array import DeviceArray, bind_input, bind_output
 from paceline.errors import BundleError, InstallationError, InvalidInputError
 from paceline.ort import OrtModel
-from paceline.ort_session import PROVIDERS, Provider, open_session, start
+from paceline.ort_session import open_session, start
+from paceline.providers import PROVIDERS, Provider
 
 PROMPT = "hello the"
 # Where onnxruntime-gpu was installed: pip install --target FOLDER --no-deps onnxruntime-gpu
@@ -141,10 +142,12 @@ def test_inputs_are_bound_anew_where_binding_copies_them(tiny_bundle: Path, monk
     model = model_of(tiny_bundle)
     cache = model.new_cache(16)
     bound: list[str] = []
-    bind = ort.bind_input
-    monkeypatch.setattr(
-        ort, "bind_input", lambda binding, name, array: (bound.append(name), bind(binding, name, array))
-    )
+
+    def noted(binding: Any, name: str, array: Any) -> None:
+        bound.append(name)
+        bind_input(binding, name, array)
+
+    monkeypatch.setattr(ort, "bind_input", noted)
     for token in (5, 6, 7):
         model.forward([token], cache, 1)
     assert sorted(bound) == sorted(3 * ["input_ids", "logits_indices", "seqlens_k", "total_sequence_length"])
@@ -239,7 +242,6 @@ GPU_PROGRAM = """
     import importlib.metadata, sys
     import paceline
     from paceline import cuda
-    from paceline.ort_session import PROVIDERS
     # The CPU package lies behind it on the path.
     importlib.metadata.packages_distributions = lambda: {"onnxruntime": ["onnxruntime-gpu"]}
     cuda.check_device, cuda.shared_stream = lambda: None, lambda: 1

@@ -10,7 +10,7 @@ import pytest
 
 from paceline import cuda
 from paceline.errors import InstallationError
-from paceline.ort_session import PROVIDERS
+from paceline.providers import PROVIDERS
 from paceline_tools import doctor, probes
 from paceline_tools.probes import Finding, probe
 

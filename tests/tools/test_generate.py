@@ -91,9 +91,12 @@ def test_the_provider_that_is_named_opens_the_models(
 ) -> None:
     opened = []
     open_model = OrtModel.open
-    monkeypatch.setattr(
-        OrtModel, "open", lambda *args, **options: (opened.append(options["provider"]), open_model(*args, **options))[1]
-    )
+
+    def noted(*args: Any, **options: Any) -> Any:
+        opened.append(options["provider"])
+        return open_model(*args, **options)
+
+    monkeypatch.setattr(OrtModel, "open", noted)
     args = ("--prompt", "hi", "--max-new-tokens", 4, "--provider", "openvino")
     assert document(invoke, table_bundle, *args)["settings"]["provider"] == "openvino"
     assert opened == ["openvino", "openvino"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from paceline.ort_session import PROVIDERS
+from paceline.providers import PROVIDERS
 
 __all__ = [
     "CACHE_DIR",

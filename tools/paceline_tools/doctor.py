@@ -20,7 +20,8 @@ from paceline import Bundle
 from paceline.bundle import ModelEntry
 from paceline.cost_profile import cpu_name
 from paceline.errors import PacelineError
-from paceline.ort_session import PROVIDERS
+from paceline.ort_session import onnxruntime_packages
+from paceline.providers import PROVIDERS
 
 from .arguments import FOLDER
 from .probes import Finding, probe
@@ -74,19 +75,14 @@ def command(context: click.Context, /, folders: tuple[Path, ...], as_json: bool)
     else:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
-            mend = f" → {finding.mend}" if finding.mend else ""
-            click.echo(f"{SIGNS[finding.status]}  {finding.name:{width}}  {_line(finding.found)}{_line(mend, ' ')}")
+            words = " ".join(f"{finding.found} → {finding.mend}".removesuffix(" → ").split())  # on one line
+            click.echo(f"{SIGNS[finding.status]}  {finding.name:{width}}  {words}")
         what = f"Providers that start: {', '.join(started)}." if started else "No provider starts: nothing can run."
         if bundles and started and not can_run:
             what += " None of the bundles can run."
         click.echo(f"\n{what}")
     if not can_run:
         context.exit(1)
-
-
-def _line(text: str, before: str = "") -> str:
-    """The text on one line."""
-    return before * text.startswith(" ") + " ".join(text.split())
 
 
 def _python() -> Finding:
@@ -120,7 +116,7 @@ def _version(package: str) -> str | None:
 
 def _onnxruntime() -> Finding:
     """Which package brings ONNX Runtime; whether it can be imported is for the providers to say."""
-    owners = sorted({name for name in importlib.metadata.packages_distributions().get("onnxruntime", ()) if name})
+    owners = onnxruntime_packages()
     found = ", ".join(f"{name} {_version(name)}" for name in owners)
     if len(owners) == 1:
         return Finding("ONNX Runtime", "ok", found)
@@ -176,10 +172,8 @@ def _bundle(folder: Path, started: Sequence[str], gpu_bytes: int) -> Finding:
     refusals = {name: _refusal(name, models, weights + caches, free, gpu_bytes) for name in started}
     fits = [name for name, refusal in refusals.items() if not refusal]
     facts = {"weight_bytes": weights, "cache_bytes": caches, "providers": fits}
-    needs = (
-        f"{' + '.join(model.precision for model in models)}, needs {size(weights)}, and {size(caches)} for a text of "
-    )
-    needs += f"{TEXT} tokens"
+    precisions = " + ".join(model.precision for model in models)
+    needs = f"{precisions}, needs {size(weights)}, and {size(caches)} for a text of {TEXT} tokens"
     if fits:
         return Finding(title, "ok", f"{needs}; runs with {', '.join(fits)}", facts=facts)
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "no provider starts"

@@ -24,6 +24,8 @@ from paceline import cuda
 from paceline.errors import PacelineError
 from paceline.ort_session import import_onnxruntime, start
 
+from .tables import size
+
 __all__ = ["Finding", "probe"]
 
 SECONDS = 120
@@ -98,7 +100,7 @@ def _gpus() -> Finding:
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlSystemGetDriverVersion(text, len(text))
     driver = text.value.decode(errors="replace")
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     for index in range(count.value):
         device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
         major, minor = ctypes.c_int(0), ctypes.c_int(0)
@@ -117,8 +119,8 @@ def _gpus() -> Finding:
     if not gpus:
         return Finding("GPUs", "missing", f"driver {driver} finds none", "See what nvidia-smi says.")
     words = "; ".join(
-        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {gpu['free_bytes'] / 1e9:.3g} of "
-        f"{gpu['total_bytes'] / 1e9:.3g} GB free"
+        f"{gpu['name']}, compute capability {gpu['compute_capability']}, {size(gpu['free_bytes'])} of "
+        f"{size(gpu['total_bytes'])} free"
         for gpu in gpus
     )
     return Finding("GPUs", "ok", f"{words}; driver {driver}", facts={"gpus": gpus, "driver": driver})
