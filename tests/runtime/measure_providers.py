@@ -23,9 +23,9 @@ import numpy as np
 from paceline import Bundle, PacelineError
 from paceline.huge_pages import huge_pages
 from paceline.ort import OrtKVCache, OrtModel
-from paceline.ort_session import PROVIDERS
+from paceline.providers import PROVIDERS
 
-from .openvino_plugin import plugin_folder
+from .openvino_plugin import installed_folder, patched_folder
 
 ROWS = (1, 3, 5)
 
@@ -37,6 +37,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=256, help="positions in the cache (default: %(default)s)")
     made.add_argument("--repeats", type=int, default=21, help="runs of each kind (default: %(default)s)")
     made.add_argument("--threads", type=int, help="of each process (default: one per core)")
+    made.add_argument(
+        "--patched-openvino",
+        action="store_true",
+        help="on an AMD processor: use a patched copy of OpenVINO's plugin, which no user has (see openvino_plugin.py)",
+    )
     made.add_argument("--worker", choices=list(PROVIDERS), help=argparse.SUPPRESS)
     return made
 
@@ -68,12 +73,16 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> None:
-    plugin = plugin_folder(scratch)  # may be a copy that this maker's processor needs
-    path = os.pathsep.join([str(plugin)] * (plugin is not None) + [folder for folder in sys.path if folder])
+    folders = [folder for folder in sys.path if folder]
+    if options.patched_openvino:
+        installed = installed_folder()
+        if installed is None:
+            raise SystemExit("OpenVINO's plugin is not installed: pip install 'paceline[openvino]'.")
+        folders.insert(0, str(patched_folder(installed, scratch)))
     workers = {}
     for provider in options.providers:
         command = [sys.executable, "-m", "tests.runtime.measure_providers", *sys.argv[1:], "--worker", provider]
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         assert worker.stdin is not None
         assert worker.stdout is not None
@@ -89,6 +98,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> None:
             if repeat >= 2:  # the first runs allocate, and compile for their shapes
                 for kind, milliseconds in found.items():
                     times[provider][kind].append(milliseconds)
+    if options.patched_openvino:
+        print("openvino: a patched copy of the plugin, not what users get")
     print(f"{'median ms (quartiles)':24}" + "".join(f"{provider:>26}" for provider in workers))
     for kind in times[options.providers[0]]:
         cells = []
