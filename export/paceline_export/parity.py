@@ -23,7 +23,8 @@ from paceline.bundle import Bundle, ModelEntry
 from paceline.errors import BundleError
 from paceline.logit_ids import read_logit_ids
 from paceline.model import CausalLM
-from paceline.ort import OrtModel, open_session
+from paceline.ort import OrtModel
+from paceline.ort_session import open_session
 from paceline.tokenizer import Tokenizer
 
 from .quantize.blockwise import Blockwise

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from paceline.bundle import ModelEntry, QualityEntry, TextQuality
 from paceline.errors import InstallationError
-from paceline.ort import OrtModel, import_onnxruntime, open_session
+from paceline.ort import OrtModel
+from paceline.ort_session import import_onnxruntime, open_session
 from paceline_export.parity import log_softmax
 
 from .layers import LayerwiseModel
