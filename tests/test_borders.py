@@ -48,7 +48,7 @@ def breaches(path: str, source: str) -> list[str]:
             "runtime": package in RUNTIME or package in sys.stdlib_module_names or (path, package) in OPTIONAL,
             "export": package != "paceline"
             or any(f"{name}.".startswith(f"{module}.") for module in BUNDLE)
-            or path.endswith(("/parity.py", "/quality.py")),
+            or path.endswith(("/parity.py", "/quality.py", "/cpu.py", "/ragged.py")),
             "tools": package not in EXPORT_ONLY,
             "tests": True,
         }[folder]

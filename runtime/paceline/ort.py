@@ -8,7 +8,7 @@ import math
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,24 @@ _TYPES = {
     "int64": "tensor(int64)",
 }
 
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """An input that says where a step's rows go: its dtype, its shape, and its value from cache length and rows."""
+
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+    value: Callable[[int, int], int]
+
+
+# By their names in the graphs; each flavour has its own. A graph of the flavour `trt` is made for TensorRT, but its
+# operators are standard ones that this provider runs too, so nothing speaks against binding it.
+_COUNTERS = {
+    "seqlens_k": _Counter(np.int32, (1,), lambda length, rows: length + rows - 1),
+    "total_sequence_length": _Counter(np.int32, (), lambda length, rows: length + rows),
+    "write_indices": _Counter(np.int64, (1,), lambda length, rows: length),
+}
+
 _pool_lock = threading.Lock()
 _pool_threads: int | None = None  # size of the process-wide pool once it exists; 0 is one per physical core
 
@@ -62,20 +80,24 @@ class OrtKVCache(KVCache):
         super().__init__(max_length)
         self.model = model
         entry = model.entry
-        shape = (1, entry.num_kv_heads, max_length, entry.head_size)
+        shapes = {spec.name: spec.shape for spec in entry.inputs}
+        fixed = shapes[model.past_names[0]][2]  # a number where the graph has caches of one length only
+        positions = fixed if isinstance(fixed, int) else max_length
+        shape = (1, entry.num_kv_heads, positions, entry.head_size)
         self.buffers = [_untouched(shape, entry.kv_dtype) for _ in range(2 * entry.num_layers)]
         self.binding = model.session.io_binding()
         for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
             pointer = buffer.ctypes.data
             self.binding.bind_input(past, "cpu", 0, buffer.dtype.type, shape, pointer)
             self.binding.bind_output(present, "cpu", 0, buffer.dtype.type, shape, pointer)
-        self._seqlens_k = np.zeros(1, np.int32)
-        self._total_sequence_length = np.zeros((), np.int32)
-        self._bind("seqlens_k", self._seqlens_k)
-        self._bind("total_sequence_length", self._total_sequence_length)
+        counters = {name: _COUNTERS[name] for name in shapes if name in _COUNTERS}
+        self._counters = [(np.zeros(given.shape, given.dtype), given.value) for given in counters.values()]
+        for name, (array, _) in zip(counters, self._counters, strict=True):
+            self._bind(name, array)
         self._ids = np.empty((1, 0), np.int64)
         self._reads_in_place = False
         self._logits_indices = np.empty(0, np.int64)
+        self._indices_shape = (1,) * (len(shapes["logits_indices"]) - 1)  # a graph may have one row of them a sequence
         self._logits = np.empty((0, entry.vocab_size), np.float32)
 
     def prepare(self, ids: NDArray[np.int64], num_logits: int, *, in_place: bool = False) -> NDArray[np.float32]:
@@ -92,13 +114,13 @@ class OrtKVCache(KVCache):
             if len(self._logits) < num_logits:
                 self._logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
             self._bind("input_ids", self._ids)
-            self._bind("logits_indices", self._logits_indices)
+            self._bind("logits_indices", self._logits_indices.reshape(*self._indices_shape, num_logits))
             logits = self._logits[:num_logits]
             self.binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
         if not in_place:
             self._ids[0] = ids
-        self._total_sequence_length[...] = self.length + rows
-        self._seqlens_k[0] = self.length + rows - 1
+        for array, value in self._counters:
+            array[...] = value(self.length, rows)
         return self._logits[:num_logits]
 
     def save(self) -> SavedKV:
@@ -171,6 +193,11 @@ class OrtModel:
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
+        if entry.kv_dtype == "bfloat16":
+            raise InvalidInputError(
+                f"{bundle.root}: the {which} computes in bfloat16, which ONNX Runtime's CPU provider does not. Export "
+                "it with fp16, or build an engine of it (`paceline build`)."
+            )
         logit_ids = read_logit_ids(bundle, entry)
         session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
         model = cls(session, entry, logit_ids)

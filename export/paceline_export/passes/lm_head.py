@@ -32,7 +32,13 @@ def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32], *, embedding: str
         node = value.producer()
         value.shape = ir.Shape([*value.shape[:-1], len(logit_ids)])
         if node is not None and node.op_type == "MatMul":
-            _keep(model, node, 1, logit_ids, embedding, axis=1)
+            transpose = node.inputs[1].producer()
+            if transpose is None:
+                _keep(model, node, 1, logit_ids, embedding, axis=1)
+                return
+            levels = transpose.inputs[0].producer()  # DequantizeLinear of few-bit rows, each with scales of its own
+            for place in range(len(levels.inputs)):
+                _keep(model, levels, place, logit_ids, embedding, axis=0)
             return
         if node is not None and node.op_type == "MatMulNBits":
             for place in range(1, len(node.inputs)):

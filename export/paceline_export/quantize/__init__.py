@@ -1,12 +1,10 @@
-"""Weight formats: what each `--precision` stores. One file per way of quantising."""
+"""Weight formats: what each `--precision` of the flavour `ort` stores. One file per way of quantising."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.errors import InvalidInputError
-
-__all__ = ["PRECISIONS", "WeightFormat", "weight_format"]
+__all__ = ["PRECISIONS", "WeightFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +33,3 @@ PRECISIONS = {
     "int8": WeightFormat("float32", 8, 8, 8, True),
     "int4": WeightFormat("float32", 4, 8, 8, True),
 }
-
-
-def weight_format(precision: str) -> WeightFormat:
-    """The format of a precision by name.
-
-    Raises:
-        InvalidInputError: there is no such precision.
-    """
-    if precision not in PRECISIONS:
-        raise InvalidInputError(f"Unknown precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
-    return PRECISIONS[precision]
