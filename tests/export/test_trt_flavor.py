@@ -102,8 +102,9 @@ def test_operators_are_standard_ones_and_the_mask_is_made_once(plain: Bundle) ->
     assert ops["Where"] == 1
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
     (mask,) = {node.input[3] for node in attention}
-    (where,) = (node for node in model.graph.node if mask in node.output)
-    assert where.op_type == "Where"
+    (tile,) = (node for node in model.graph.node if mask in node.output)
+    (where,) = (node for node in model.graph.node if tile.input[0] in node.output)
+    assert (tile.op_type, where.op_type) == ("Tile", "Where")
     assert all(attribute.name == "scale" for node in attention for attribute in node.attribute)
 
 
@@ -164,8 +165,7 @@ def _strictly_before(model: ir.Model) -> None:
 
 
 def _seen_by_all(model: ir.Model) -> None:
-    (mask,) = {node.inputs[3] for node in model.graph if node.op_type == "Attention"}
-    where = mask.producer()
+    (where,) = (node for node in model.graph if node.op_type == "Where")
     where.replace_input_with(2, where.inputs[1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import click
 
 __all__ = [
     "CACHE_DIR",
+    "CAPABILITIES",
     "DRAFT_TOKENS",
     "DRAFT_VOCAB",
     "FOLDER",
     "NUMBERS",
     "OUTPUT_FILE",
+    "SIZE",
     "SOURCE",
     "THREADS",
     "DraftTokens",
@@ -137,6 +140,41 @@ class Numbers(click.ParamType[tuple[float, ...]]):
         return numbers
 
 
+class Capabilities(click.ParamType[tuple[str, ...]]):
+    """Compute capabilities with commas between them."""
+
+    name = "capabilities"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Check the capabilities."""
+        found = tuple(str(value).split(","))
+        if not all(re.fullmatch(r"\d{1,2}\.\d", part) for part in found) or len(set(found)) < len(found):
+            self.fail(
+                f"got {value!r}; different compute capabilities with commas between them are expected, such as "
+                "8.6,8.9.",
+                param,
+                ctx,
+            )
+        return found
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, with a unit or without."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Check the size."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?", str(value))
+        count = round(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+        if count < 1:
+            self.fail(f"got {value!r}; a size such as 512MB or 2GB is expected.", param, ctx)
+        return count
+
+
+_UNITS = {"B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+CAPABILITIES = Capabilities()
+SIZE = Size()
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
 CACHE_DIR = FilledPath(file_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)

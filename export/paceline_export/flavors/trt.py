@@ -17,6 +17,9 @@ lowers a sequence's write index.
 The mask is additive and made once per pass, one for each width of window among the layers: a boolean mask that layers
 share breaks TensorRT-RTX's build with several profiles, and `is_causal` and `nonpad_kv_seqlen` do not mean there what
 they say. Attention reads all MAX_LENGTH positions in each step, so a graph should not be longer than its texts.
+
+Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
+out once for each of them, in every layer and step.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class _TrtState(GraphState):
     write_indices: torch.Tensor  # int64 [batch]
     logits_indices: torch.Tensor  # int64 [batch, num_logits]
     positions: torch.Tensor | None = field(default=None, init=False)
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict, init=False)  # by the width of the window
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -75,15 +78,18 @@ class _TrtState(GraphState):
         if layer.tables is not None:
             query, key = (self._rotated(x, layer.tables) for x in (query, key))
         keys, values = self._scattered(layer.past_key, key), self._scattered(layer.past_value, layer.value)
+        batch, heads, _, head_size = query.shape
+        shared = heads // keys.shape[1]  # heads that follow each other attend to the same keys and values
+        stacked = query.reshape(batch, keys.shape[1], -1, head_size)
         output = torch.onnx.ops.symbolic(
             "Attention",
-            (query, keys, values, self._mask(layer.window, query.dtype)),
+            (stacked, keys, values, self._mask(layer.window, shared, query.dtype)),
             {"scale": layer.scale},
             dtype=query.dtype,
-            shape=query.shape,
+            shape=stacked.shape,
             version=24,
         )
-        return output.transpose(1, 2), keys, values
+        return output.reshape(batch, heads, -1, head_size).transpose(1, 2), keys, values
 
     def _rotated(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return torch.onnx.ops.symbolic(
@@ -105,17 +111,17 @@ class _TrtState(GraphState):
             version=24,
         )
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """`[batch, 1, rows, MAX_LENGTH]`: 0 where a row sees a position, the most negative number elsewhere."""
-        if window not in self.masks:
+    def _mask(self, window: int | None, shared: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[batch, 1, shared * rows, MAX_LENGTH]`: 0 where a row sees a position, else the least number."""
+        if (window, shared) not in self.masks:
             rows = self.position_ids[:, None, :, None]
             positions = self.constants[POSITIONS]
             visible = positions <= rows
             if window is not None:
                 visible = visible & (positions > rows - window)
             ends = (torch.full((), value, dtype=dtype) for value in (0.0, torch.finfo(dtype).min))
-            self.masks[window] = torch.where(visible, *ends)
-        return self.masks[window]
+            self.masks[window, shared] = torch.where(visible, *ends).repeat(1, 1, shared, 1)
+        return self.masks[window, shared]
 
 
 def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:

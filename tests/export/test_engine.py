@@ -1,0 +1,193 @@
+"""Builds in TensorRT-RTX, ahead of time: what a strict build passes and what it refuses, and `paceline build`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import transformers
+from small_trt import LAYERS, small_profiles, write_small_graph
+from tiny import sizes, tiny_checkpoint
+
+from paceline.bundle import Bundle, EngineProfile
+from paceline.errors import BuildError, InvalidInputError
+from paceline_export.engine.backends import BACKENDS
+from paceline_export.engine.build import Plan, build_plan
+from paceline_export.engine.bundle import build_engines
+from paceline_export.export import export_bundle
+from paceline_export.source import resolve
+
+pytest.importorskip("tensorrt_rtx", reason="pip install 'paceline[trt]'")
+
+RTX = BACKENDS["tensorrt-rtx"]
+Profiles = tuple[EngineProfile, ...]
+
+
+def build(graph: Path, profiles: Profiles | None = None, *, sm: str = "8.9", **options: Any) -> Plan:
+    return build_plan(graph, profiles or small_profiles(), backend=RTX, sm=sm, **options)
+
+
+@pytest.mark.parametrize("sm", RTX.targets)
+def test_a_sound_graph_builds_for_every_gpu(sm: str, tmp_path: Path) -> None:
+    shares: list[float] = []
+    plan = build(write_small_graph(tmp_path), sm=sm, on_progress=shares.append)
+    assert plan.findings == ()
+    assert len(memoryview(plan.content)) > 50_000
+    assert plan.attention == LAYERS
+    assert [(profile.name, profile.fused_attention) for profile in plan.profiles] == [
+        ("verify", LAYERS),
+        ("prefill", LAYERS),
+    ]
+    assert all(profile.activation_bytes for profile in plan.profiles)
+    assert plan.weight_bytes is not None
+    assert plan.weight_bytes > 200_000  # six projections of 128 x 128 in float16
+    assert shares[-1] == 1.0
+    assert max(shares) <= 1.0
+    assert len(shares) > 5
+
+
+def changed(profile: EngineProfile, **shapes: Any) -> EngineProfile:
+    return dataclasses.replace(profile, shapes={**profile.shapes, **shapes})
+
+
+def _unknown(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return changed(first, nothing=((1,), (1,), (1,))), second
+
+
+def _missing(first: EngineProfile, second: EngineProfile) -> Profiles:
+    shapes = {name: shape for name, shape in first.shapes.items() if name != "write_indices"}
+    return dataclasses.replace(first, shapes=shapes), second
+
+
+def _inconsistent(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return changed(first, write_indices=((1,), (2,), (3,))), second
+
+
+def _same(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return first, second
+
+
+TRAPS: dict[str, tuple[dict[str, bool], Callable[[EngineProfile, EngineProfile], Profiles], str]] = {
+    "an unused input": ({"unused": True}, _same, "no layer reads the input 'forgotten'"),
+    "valid lengths that are dropped": ({"nonpad": True}, _same, "Unused Input"),
+    "attention that is not fused": ({"unfused": True}, _same, "in the profile 'verify' 0 of 2 layers attend in one"),
+    "an unknown tensor": ({}, _unknown, "the profile 'verify' names 'nothing', which is no input of the network"),
+    "largest shapes that do not go together": ({}, _inconsistent, "kMAX"),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_strict_build_refuses_what_tensorrt_lets_pass(name: str, tmp_path: Path) -> None:
+    faults, change, message = TRAPS[name]
+    graph, profiles = write_small_graph(tmp_path, **faults), change(*small_profiles())
+    with pytest.raises(BuildError, match=message):
+        build(graph, profiles)
+    plan = build(graph, profiles, strict=False)
+    assert any(message in finding for finding in plan.findings)
+    assert len(memoryview(plan.content)) > 0
+
+
+def test_a_boolean_mask_that_layers_share_does_not_build(tmp_path: Path) -> None:
+    """Why the flavour's mask is additive: with several profiles TensorRT-RTX fails, strict or not."""
+    graph = write_small_graph(tmp_path, bool_mask=True)
+    for strict in (True, False):
+        with pytest.raises(BuildError, match=r"tensorrt-rtx cannot build .* for compute capability 8\.9: "):
+            build(graph, strict=strict)
+
+
+def test_a_profile_without_an_input_is_refused(tmp_path: Path) -> None:
+    graph, profiles = write_small_graph(tmp_path), _missing(*small_profiles())
+    with pytest.raises(BuildError, match="the profile 'verify' gives no shape for the input 'write_indices'"):
+        build(graph, profiles)
+    with pytest.raises(BuildError):
+        build(graph, profiles, strict=False)
+
+
+def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
+    path = write_small_graph(tmp_path)
+    model = onnx.load(path)
+    next(node for node in model.graph.node if node.op_type == "Attention").op_type = "NoSuchOperator"
+    onnx.save(model, path)
+    with pytest.raises(BuildError, match=r"cannot parse .*NoSuchOperator"):
+        build(path)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied Qwen2 in fp16, and itself in int4 as its draft."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    config = transformers.Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True))
+    source = resolve(str(tiny_checkpoint(folder / "model", config)))
+    options: dict[str, Any] = {"calibration": "none", "quality": False, "draft_vocab": 200}
+    export_bundle(source, source, folder / "bundle", flavor="trt", precision="fp16", draft_precision="int4", **options)
+    return folder / "bundle"
+
+
+def test_a_bundle_gets_its_engines(pair: Path) -> None:
+    stages: list[str] = []
+    bundle = Bundle.open(pair)
+    report = build_engines(
+        bundle,
+        ["8.0", "8.9"],
+        max_length=128,
+        max_draft_tokens=4,
+        max_batch=3,
+        workspace=1 << 28,
+        on_progress=lambda stage, done: stages.append(stage),
+    )
+    again = Bundle.open(pair, verify_hashes=True).manifest
+    assert again.engines == tuple(engine.entry for engine in report.engines)
+    assert [(entry.model, entry.sm, entry.precision) for entry in again.engines] == [
+        ("target", "8.0", "fp16"),
+        ("draft", "8.0", "int4"),
+        ("target", "8.9", "fp16"),
+        ("draft", "8.9", "int4"),
+    ]
+    for engine in report.engines:
+        assert engine.findings == ()
+        assert [profile.fused_attention for profile in engine.profiles] == [engine.attention] * 2 == [2, 2]
+        assert engine.bytes == again.files[engine.entry.path].size
+        model = again.target if engine.entry.model == "target" else again.draft
+        assert model is not None
+        assert engine.entry.graph_sha256 == bundle.manifest.graph_sha256(model)
+        assert engine.entry.profiles[0].shapes["past_key_values.0.key"][2] == (3, 2, 128, 64)
+        assert engine.entry.weight_bytes
+        assert engine.entry.activation_bytes
+    assert stages[0] == "target, compute capability 8.0"
+    assert stages[-1] == "list the engines"
+
+
+def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pair: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"compute capability '7\.5' cannot hold int4"):
+        build_engines(Bundle.open(pair), ["8.9", "7.5"])
+
+
+def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline_export.engine.bundle as module
+
+    def fail_second(*args: Any, **options: Any) -> Plan:
+        if options["sm"] == "8.9":
+            raise BuildError("no")
+        return build_plan(*args, **options)
+
+    monkeypatch.setattr(module, "build_plan", fail_second)
+    with pytest.raises(BuildError, match="no"):
+        build_engines(Bundle.open(pair), ["8.6", "8.9"], max_length=128, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_smollm2_builds_strictly_for_every_gpu(precision: str, tmp_path: Path) -> None:
+    """Issue 5: draft and target profiles, no GPU, within 3 minutes and 4 GB; both precisions share these."""
+    source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
+    options: dict[str, Any] = {"calibration": "none", "quality": False, "max_length": 2048}
+    export_bundle(source, source, tmp_path / "bundle", flavor="trt", precision=precision, **options)
+    report = build_engines(Bundle.open(tmp_path / "bundle"), ["8.0", "8.6", "8.9", "12.0"])
+    assert len(report.engines) == 8
+    assert all(profile.fused_attention == 30 for engine in report.engines for profile in engine.profiles)
+    assert report.peak_memory < 4e9
