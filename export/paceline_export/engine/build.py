@@ -18,7 +18,14 @@ from paceline_export.flavors.trt import POSITIONS
 from paceline_export.passes.static_length import set_static_length
 
 from .backends import Backend
-from .traps import fused_attention, lost_inputs, profile_faults, suspicious_warnings, unfused_attention
+from .traps import (
+    fused_attention,
+    ignored_arguments,
+    lost_inputs,
+    profile_faults,
+    suspicious_warnings,
+    unfused_attention,
+)
 
 __all__ = ["Plan", "ProfileReport", "build_plan"]
 
@@ -88,16 +95,18 @@ def build_plan(
     log.start()
     monitor.report = on_progress or (lambda share: None)
     started = time.perf_counter()
-    content, inputs, attention = _graph(graph, max_length)
+    model = _graph(graph, max_length)
+    inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
+    attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
     what = f"{graph} for compute capability {sm}"
 
     builder = trt.Builder(log)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, log)
-    if not parser.parse(content, str(graph)):
+    if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
         reasons = [str(parser.get_error(i)).strip() for i in range(parser.num_errors)]
         raise BuildError(f"{backend.name} cannot parse {what}: {'; '.join(reasons) or 'no reason was given'}")
-    findings = lost_inputs(inputs, network) + profile_faults(profiles, network)
+    findings = lost_inputs(inputs, network) + profile_faults(profiles, inputs) + ignored_arguments(model)
     findings += suspicious_warnings(log.warnings)
     if strict:
         _refuse(what, findings)
@@ -136,15 +145,18 @@ def build_plan(
     )
 
 
-def _graph(path: Path, max_length: int | None) -> tuple[bytes, list[str], int]:
-    """The graph without its weights, the names of its inputs, and how many times it attends."""
+def _graph(path: Path, max_length: int | None) -> ir.Model:
+    """The graph with caches of this length; weights stay in their file."""
     model = ir.load(path)
     if max_length is not None:
         if POSITIONS not in model.graph.initializers:
             raise InvalidInputError(f"{path} has no caches of a static length; export it with --flavor trt.")
         set_static_length(model, max_length)
-    attention = sum(node.op_type == "Attention" for node in model.graph)
-    return ir.to_proto(model).SerializeToString(), [str(value.name) for value in model.graph.inputs], attention
+    return model
+
+
+def _shape(value: ir.Value) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
 
 
 def _add_profile(builder: Any, network: Any, config: Any, profile: EngineProfile, what: str) -> None:

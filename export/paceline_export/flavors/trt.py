@@ -15,8 +15,9 @@ any row sees it. For every sequence `write_indices + rows` must not exceed MAX_L
 lowers a sequence's write index.
 
 The mask is additive and made once per pass, one for each width of window among the layers: a boolean mask that layers
-share breaks TensorRT-RTX's build with several profiles, and `is_causal` and `nonpad_kv_seqlen` do not mean there what
-they say. Attention reads all MAX_LENGTH positions in each step, so a graph should not be longer than its texts.
+share has been seen to break a build of TensorRT-RTX with several profiles, and `is_causal` and `nonpad_kv_seqlen` do not
+mean there what they say. Attention reads all MAX_LENGTH positions in each step, so a graph should not be longer than its
+texts.
 
 Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
 out once for each of them, in every layer and step.
