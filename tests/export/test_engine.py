@@ -68,12 +68,17 @@ def _inconsistent(first: EngineProfile, second: EngineProfile) -> Profiles:
     return changed(first, write_indices=((1,), (2,), (3,))), second
 
 
+def _with_forgotten(first: EngineProfile, second: EngineProfile) -> Profiles:
+    shapes = {"forgotten": ((1, 4), (2, 4), (2, 4))}
+    return changed(first, **shapes), changed(second, **shapes)
+
+
 def _same(first: EngineProfile, second: EngineProfile) -> Profiles:
     return first, second
 
 
 TRAPS: dict[str, tuple[dict[str, bool], Callable[[EngineProfile, EngineProfile], Profiles], str]] = {
-    "an unused input": ({"unused": True}, _same, "no layer reads the input 'forgotten'"),
+    "an unused input": ({"unused": True}, _with_forgotten, "no layer reads the input 'forgotten'"),
     "valid lengths that are dropped": ({"nonpad": True}, _same, "TensorRT ignores nonpad_kv_seqlen, which 'n_a0'"),
     "attention that is not fused": ({"unfused": True}, _same, "in the profile 'verify' 0 of 2 layers attend in one"),
     "an unknown tensor": ({}, _unknown, "the profile 'verify' names 'nothing', which is no input"),

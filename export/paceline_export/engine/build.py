@@ -14,8 +14,7 @@ import onnx_ir as ir
 
 from paceline.bundle import EngineProfile
 from paceline.errors import BuildError, InvalidInputError
-from paceline_export.flavors.trt import POSITIONS
-from paceline_export.passes.static_length import set_static_length
+from paceline_export.passes.static_length import POSITIONS, set_static_length
 
 from .backends import Backend
 from .traps import (
@@ -238,6 +237,8 @@ def _listeners(trt: Any) -> tuple[Any, Any]:
             return True
 
         def phase_finish(self, phase_name: str) -> None:
-            self.phases.pop(phase_name, None)
+            parent, _, _ = self.phases.pop(phase_name, ("", 0, 1))
+            if parent is None:
+                self.report(1.0)
 
     return Log(), Monitor()

@@ -14,10 +14,10 @@ with any ids: what these rows write lies behind the sequence's valid positions, 
 any row sees it. For every sequence `write_indices + rows` must not exceed MAX_LENGTH, padding included. A rollback
 lowers a sequence's write index.
 
-The mask is additive and made once per pass, one for each width of window among the layers: a boolean mask that layers
-share has been seen to break a build of TensorRT-RTX with several profiles, and `is_causal` and `nonpad_kv_seqlen` do not
-mean there what they say. Attention reads all MAX_LENGTH positions in each step, so a graph should not be longer than its
-texts.
+The mask is additive and made once per pass, one for each width of window among the layers: a boolean mask that
+layers share has been seen to break a build of TensorRT-RTX with several profiles, and `is_causal` and
+`nonpad_kv_seqlen` do not mean there what they say. Attention reads all MAX_LENGTH positions in each step, so a graph
+should not be longer than its texts.
 
 Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
 out once for each of them, in every layer and step.
@@ -33,15 +33,13 @@ import torch
 from paceline.errors import CheckpointError
 from paceline_export.attention import GraphState, LayerAttention
 from paceline_export.passes.norms import fuse_standard_norms
+from paceline_export.passes.static_length import POSITIONS
 from paceline_export.quantize import WeightFormat
 
 from .dequantize import Dequantize
 from .flavor import Flavor, GraphInput
 
-__all__ = ["POSITIONS", "TRT"]
-
-# The graph's only table of MAX_LENGTH integers: the positions of a cache.
-POSITIONS = "rotary.positions"
+__all__ = ["TRT"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,9 +6,11 @@ import numpy as np
 import onnx_ir as ir
 
 from paceline.errors import InvalidInputError
-from paceline_export.flavors.trt import POSITIONS
 
-__all__ = ["set_static_length"]
+__all__ = ["POSITIONS", "set_static_length"]
+
+# The graph's only table of as many integers: the positions of a cache.
+POSITIONS = "rotary.positions"
 
 
 def set_static_length(model: ir.Model, length: int) -> None:
