@@ -7,7 +7,7 @@ Of a draft with logits for some ids, these are compared; that they stand for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -90,7 +90,7 @@ TOLERANCES = {
     "fp16": Tolerance(0.2, 1e-3, 0.1),
     "int8": Tolerance(12.0, 0.1, 2.0),
 }
-_ARITHMETIC = {
+_ARITHMETIC: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ort": {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")},
     "trt": dict.fromkeys(("fp16", "bf16", "int8", "int4"), ("fp16",)),
 }

@@ -29,7 +29,7 @@ def small_graph(
     rng = np.random.default_rng(0)
     half, int64 = TensorProto.FLOAT16, TensorProto.INT64
     nodes: list[onnx.NodeProto] = []
-    constants: dict[str, np.ndarray] = {  # type: ignore[type-arg]
+    constants: dict[str, np.ndarray] = {
         "table": (rng.standard_normal((VOCAB, width)) * 0.1).astype(np.float16),
         "positions": np.arange(LENGTH),
         "one": np.array(1),
@@ -44,7 +44,7 @@ def small_graph(
         "scale": np.array(size**-0.5, np.float16),
     }
 
-    def add(op: str, inputs: list[str], output: str, **attributes: object) -> str:
+    def add(op: str, inputs: list[str], output: str, **attributes: Any) -> str:
         nodes.append(helper.make_node(op, inputs, [output], name=f"n_{output}", **attributes))
         return output
 
@@ -59,7 +59,7 @@ def small_graph(
     mask = add("Where", ["seen", "visible", "hidden"], "mask")
     if nonpad:
         add("Add", ["write_indices", "rows"], "lengths")
-    past = []
+    past: list[str] = []
     for layer in range(LAYERS):
         x = f"x{layer}"
         parts = {}
@@ -91,14 +91,14 @@ def small_graph(
         add("Add", [x, f"a{layer}_flat"], f"x{layer + 1}")
     add("Cast", [f"x{LAYERS}"], "logits", to=TensorProto.FLOAT)
 
-    cache_shape = ["batch", HEADS, LENGTH, size]
-    inputs = [
+    cache_shape: list[str | int | None] = ["batch", HEADS, LENGTH, size]
+    given = [
         helper.make_tensor_value_info("input_ids", int64, ["batch", "rows"]),
         helper.make_tensor_value_info("write_indices", int64, ["batch"]),
         *(helper.make_tensor_value_info(name, half, cache_shape) for name in past),
     ]
     if unused:
-        inputs.append(helper.make_tensor_value_info("forgotten", half, ["batch", 4]))
+        given.append(helper.make_tensor_value_info("forgotten", half, ["batch", 4]))
     outputs = [
         helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "rows", width]),
         *(
@@ -107,7 +107,7 @@ def small_graph(
         ),
     ]
     values = [numpy_helper.from_array(array, name) for name, array in constants.items()]
-    graph = helper.make_graph(nodes, "small", inputs, outputs, values)
+    graph = helper.make_graph(nodes, "small", given, outputs, values)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
 
 

@@ -35,10 +35,10 @@ ENTRY = ModelEntry(
     num_kv_heads=2,
     head_size=16,
     max_length=512,
-    vocab_size=100,
+    vocab_size=272,
     kv_dtype="float16",
     inputs=tuple(TensorSpec(name, "float16" if name in PAST else "int64", shape) for name, shape in SHAPES.items()),
-    outputs=(TensorSpec("logits", "float32", ("batch", "num_logits", 100)),),
+    outputs=(TensorSpec("logits", "float32", ("batch", "num_logits", 272)),),
     source=SourceEntry("x", "folder", "0" * 64),
 )
 
@@ -125,7 +125,7 @@ def test_graphs_of_another_flavour_and_useless_options_are_refused(damaged: Path
         ({"max_length": 513}, "max_length=513 exceeds the 512 positions that the target's graph was exported for"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            build_engines(trt, **({"sms": ["8.9"]} | options))  # type: ignore[arg-type]
+            build_engines(trt, **({"sms": ["8.9"]} | options))
 
 
 def engine(bundle: Bundle, sm: str = "8.9", version: str = "1.7") -> EngineEntry:

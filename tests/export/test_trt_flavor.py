@@ -102,15 +102,18 @@ def test_operators_are_standard_ones_and_the_mask_is_made_once(plain: Bundle) ->
     assert ops["Where"] == 1
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
     (mask,) = {node.input[3] for node in attention}
-    (tile,) = (node for node in model.graph.node if mask in node.output)
-    (where,) = (node for node in model.graph.node if tile.input[0] in node.output)
-    assert (tile.op_type, where.op_type) == ("Tile", "Where")
+    (concat,) = (node for node in model.graph.node if mask in node.output)
+    (where,) = (node for node in model.graph.node if concat.input[0] in node.output)
+    assert (concat.op_type, where.op_type) == ("Concat", "Where")
+    assert list(concat.input) == [where.output[0]] * 2  # once for each head that shares keys and values
     assert all(attribute.name == "scale" for node in attention for attribute in node.attribute)
 
 
 ARCHITECTURES = {
-    "mistral, window": transformers.MistralConfig(**sizes(sliding_window=16, head_dim=16)),
     "cohere, interleaved rotation": transformers.CohereConfig(**sizes()),
+    "mistral, window, no shared heads": transformers.MistralConfig(
+        **sizes(sliding_window=16, head_dim=16, num_key_value_heads=4)
+    ),
 }
 PHASES = ["prefill", "single steps", "verification", "after rollback"]
 BATCH = ["batch: prefill", "batch: single step", "batch: verification", "batch: after rollback"]
@@ -237,7 +240,8 @@ def test_eight_bits_have_one_positive_scale_a_row(pair: Bundle) -> None:
     model = onnx.load(pair.root / "target/model.onnx")
     values = {value.name: value for value in model.graph.initializer if value.name in dequantized.input}
     levels, scales = (onnx.numpy_helper.to_array(values[name]) for name in dequantized.input)
-    assert (levels.dtype, levels.shape, scales.shape) == (np.int8, (272, 96), (272,))
+    assert levels.dtype == np.int8
+    assert (levels.shape, scales.shape) == ((272, 96), (272,))
     assert levels.min() >= -127
     assert scales.min() > 0
 

@@ -189,7 +189,7 @@ def _figures(label: str, messages: Sequence[str]) -> list[int]:
 def _listeners(trt: Any) -> tuple[Any, Any]:
     """What a build talks to. TensorRT keeps the first logger of a process for ever, so there is one."""
 
-    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Log(trt.ILogger):  # type: ignore[misc]
         """Keeps what is said, by how grave it is."""
 
         def __init__(self) -> None:
@@ -212,7 +212,7 @@ def _listeners(trt: Any) -> tuple[Any, Any]:
             elif message.startswith(("Layers:", "Name: ")):  # of many thousands
                 self.details.append(message)
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         """Turns phases within phases into one share."""
 
         def __init__(self) -> None:

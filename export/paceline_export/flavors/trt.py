@@ -25,8 +25,9 @@ out once for each of them, in every layer and step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,6 +41,8 @@ from .dequantize import Dequantize
 from .flavor import Flavor, GraphInput
 
 __all__ = ["TRT"]
+
+_OPSET = 24
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,14 +61,8 @@ class _TrtState(GraphState):
         return self.positions
 
     def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.onnx.ops.symbolic(
-            "GatherND",
-            (hidden, self.logits_indices[:, :, None]),
-            {"batch_dims": 1},
-            dtype=hidden.dtype,
-            shape=(*self.logits_indices.shape, hidden.shape[-1]),
-            version=13,
-        )
+        shape = (*self.logits_indices.shape, hidden.shape[-1])
+        return _operator("GatherND", (hidden, self.logits_indices[:, :, None]), {"batch_dims": 1}, hidden.dtype, shape)
 
     def attend(self, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if layer.softcap is not None:
@@ -80,35 +77,18 @@ class _TrtState(GraphState):
         batch, heads, _, head_size = query.shape
         shared = heads // keys.shape[1]  # heads that follow each other attend to the same keys and values
         stacked = query.reshape(batch, keys.shape[1], -1, head_size)
-        output = torch.onnx.ops.symbolic(
-            "Attention",
-            (stacked, keys, values, self._mask(layer.window, shared, query.dtype)),
-            {"scale": layer.scale},
-            dtype=query.dtype,
-            shape=stacked.shape,
-            version=24,
-        )
+        mask = self._mask(layer.window, shared, query.dtype)
+        inputs = (stacked, keys, values, mask)
+        output = _operator("Attention", inputs, {"scale": layer.scale}, query.dtype, stacked.shape)
         return output.reshape(batch, heads, -1, head_size).transpose(1, 2), keys, values
 
     def _rotated(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return torch.onnx.ops.symbolic(
-            "RotaryEmbedding",
-            (x, *tables, self.position_ids),
-            {"interleaved": int(self.rotary_interleaved)},
-            dtype=x.dtype,
-            shape=x.shape,
-            version=23,
-        )
+        attributes = {"interleaved": int(self.rotary_interleaved)}
+        return _operator("RotaryEmbedding", (x, *tables, self.position_ids), attributes, x.dtype, x.shape)
 
     def _scattered(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return torch.onnx.ops.symbolic(
-            "TensorScatter",
-            (past, new, self.write_indices),
-            {"axis": 2, "mode": "linear"},
-            dtype=past.dtype,
-            shape=past.shape,
-            version=24,
-        )
+        attributes = {"axis": 2, "mode": "linear"}
+        return _operator("TensorScatter", (past, new, self.write_indices), attributes, past.dtype, past.shape)
 
     def _mask(self, window: int | None, shared: int, dtype: torch.dtype) -> torch.Tensor:
         """`[batch, 1, shared * rows, MAX_LENGTH]`: 0 where a row sees a position, else the least number."""
@@ -118,9 +98,23 @@ class _TrtState(GraphState):
             visible = positions <= rows
             if window is not None:
                 visible = visible & (positions > rows - window)
-            ends = (torch.full((), value, dtype=dtype) for value in (0.0, torch.finfo(dtype).min))
-            self.masks[window, shared] = torch.where(visible, *ends).repeat(1, 1, shared, 1)
+            zero, least = (torch.full((), value, dtype=dtype) for value in (0.0, torch.finfo(dtype).min))
+            self.masks[window, shared] = torch.cat([torch.where(visible, zero, least)] * shared, dim=2)
         return self.masks[window, shared]
+
+
+def _operator(
+    name: str,
+    inputs: tuple[torch.Tensor, ...],
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | torch.Size,
+) -> torch.Tensor:
+    """One operator of the flavour's opset in the graph, with one output."""
+    return cast(
+        torch.Tensor,
+        torch.onnx.ops.symbolic(name, inputs, dict(attributes), dtype=dtype, shape=shape, version=_OPSET),
+    )
 
 
 def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:
@@ -136,7 +130,7 @@ def _leave(anything: Any) -> None:
 
 TRT = Flavor(
     name="trt",
-    opset=24,
+    opset=_OPSET,
     precisions={
         "fp16": WeightFormat("float16", None, None, None, True),
         "bf16": WeightFormat("bfloat16", None, None, None, True),
