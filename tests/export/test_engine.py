@@ -193,7 +193,7 @@ def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 def test_smollm2_builds_strictly_for_every_gpu(precision: str, tmp_path: Path) -> None:
-    """Issue 5: draft and target profiles, no GPU, within 3 minutes and 4 GB; both precisions share these."""
+    """Draft and target, with their profiles, in the memory of a small machine."""
     source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
     options: dict[str, Any] = {"calibration": "none", "quality": False, "max_length": 2048}
     export_bundle(source, source, tmp_path / "bundle", flavor="trt", precision=precision, **options)

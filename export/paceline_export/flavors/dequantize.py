@@ -77,7 +77,7 @@ def _dequantized(model: ir.Model, name: str, weight: Blockwise, dtype: ir.DataTy
     """A node whose output is the weight `[rows, columns]`."""
     rows, columns = weight.packed.shape[0], weight.columns
     scales = np.where(weight.scales == 0, np.float32(1), weight.scales)  # whose levels all stand for 0
-    if weight.block_size == columns:
+    if weight.bits == 8 and weight.block_size == columns:
         attributes = {"axis": 0}
         scales = scales.reshape(rows)
     else:
