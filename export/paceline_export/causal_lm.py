@@ -28,7 +28,14 @@ from paceline.errors import CheckpointError
 from .attention import ATTENTION_NAME, leave_unrotated, tracing
 from .flavors import FLAVORS, Flavor
 
-__all__ = ["Trace", "check_architecture", "fake_model", "num_heads_and_size", "trace"]
+__all__ = [
+    "Trace",
+    "check_architecture",
+    "fake_model",
+    "num_heads_and_size",
+    "projects_for_attention",
+    "trace",
+]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rotations whose frequencies do not depend on the length of the text, so that one table serves every step.
@@ -42,6 +49,7 @@ class Trace:
     Attributes:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
         embedding: name of the parameter that input ids are looked up in.
+        attention: names of the weights that project for attention.
         constants: values of initializers that no checkpoint holds: tables of rotation, `[max_length, head_size / 2]`,
             fixed factors, and tables of the flavour.
     """
@@ -52,6 +60,7 @@ class Trace:
     head_size: int
     vocab_size: int
     embedding: str
+    attention: frozenset[str]
     constants: dict[str, torch.Tensor]
 
 
@@ -173,9 +182,19 @@ def trace(
     vocab_size = graph.graph.outputs[0].shape[2]
     table = cast(PreTrainedModel, model).get_input_embeddings()
     embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
-    return Trace(
-        graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, rotation.tables | constants | factors
+    attention = frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and projects_for_attention(model, name)
     )
+    tables = rotation.tables | constants | factors
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, tables)
+
+
+def projects_for_attention(model: torch.nn.Module, name: str) -> bool:
+    """Whether a linear layer, by its name in a model or in one of its layers, belongs to an attention block."""
+    parent = name.rpartition(".")[0]
+    return bool(parent) and "Attention" in type(model.get_submodule(parent)).__name__
 
 
 class _GraphModel(torch.nn.Module):

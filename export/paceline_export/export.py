@@ -39,7 +39,7 @@ from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 from .calibrate.calibrate import Recipe
 from .calibrate.layers import NotLayerwiseError
 from .calibrate.quality import is_possible, measure
-from .calibrate.run import Pass, is_wide, run_layers
+from .calibrate.run import Pass, run_layers
 from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
@@ -48,6 +48,7 @@ from .flavors import Flavor, find_flavor
 from .pair import check_pair, check_widths, token_texts
 from .passes.lm_head import cut_lm_head
 from .passes.weights import check_shape, store_weights
+from .quantize import WeightFormat
 from .quantize.blockwise import BLOCK_SIZES
 from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
@@ -178,6 +179,11 @@ def export_bundle(
     logit_ids = _logit_ids(checkpoints["target"], end_tokens, draft_vocab) if draft is not None else None
     lengths = {which: _max_length(checkpoint, max_length, which, made_for) for which, checkpoint in checkpoints.items()}
 
+    formats = {
+        which: _stored_format(checkpoint, which, made_for, precisions[which])
+        for which, checkpoint in checkpoints.items()
+    }
+
     checked = {which: _check_weights(checkpoint) for which, checkpoint in checkpoints.items()}
     weights = {which: count for which, (_, count) in checked.items()}
     done, whole = 0.02, sum(weights.values())
@@ -195,7 +201,7 @@ def export_bundle(
                 checkpoint,
                 checked[which][0],
                 made_for,
-                precisions[which],
+                formats[which],
                 lengths[which],
                 block_size,
                 calibrations[which],
@@ -209,6 +215,7 @@ def export_bundle(
                 which,
                 made_for,
                 precisions[which],
+                formats[which],
                 lengths[which],
                 block_size,
                 logit_ids if which == "draft" else None,
@@ -388,11 +395,22 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
+def _stored_format(checkpoint: Checkpoint, which: str, flavor: Flavor, precision: str) -> WeightFormat:
+    """How the weights of one model of the pair are stored."""
+    stored = flavor.weight_format(precision)
+    if checkpoint.packing is not None and stored.bits is not None:
+        # Of what the checkpoint left unquantised; the rest stays as it is.
+        stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS)
+    if which == "draft":  # its speed counts for more than its text
+        stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits)
+    return stored
+
+
 def _run_layers(
     checkpoint: Checkpoint,
     reader: WeightReader,
     flavor: Flavor,
-    precision: str,
+    stored: WeightFormat,
     max_length: int,
     block_size: int,
     calibration: str | None,
@@ -408,16 +426,13 @@ def _run_layers(
     """
     started = time.perf_counter()
     notes: list[str] = []
-    stored = flavor.weight_format(precision)
     if quality and (reason := is_possible(stored.dtype)) is not None:
         quality = False
         notes.append(f"quality was not measured: {reason}")
-    wanted = calibration == "gptq" or (calibration is None and precision == "int4")
+    wanted = calibration == "gptq" or (calibration is None and stored.bits == 4)
     if checkpoint.packing is not None:
         quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
-    recipe = None
-    if wanted:
-        recipe = Recipe(lambda layer, name: 8 if is_wide(layer, name) else 4, block_size, stored.symmetric)
+    recipe = Recipe(stored, block_size, flavor.weights.quantize) if wanted else None
     passed = Pass({}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
@@ -445,6 +460,7 @@ def _export_model(
     which: str,
     flavor: Flavor,
     precision: str,
+    stored: WeightFormat,
     max_length: int,
     block_size: int,
     logit_ids: NDArray[np.int32] | None,
@@ -452,11 +468,7 @@ def _export_model(
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
-    stored, packing = flavor.weight_format(precision), checkpoint.packing
-    if packing is not None and stored.bits is not None:
-        stored = replace(stored, bits=LEFT_OUT_BITS)  # of what the checkpoint left unquantised; the rest stays
-    if which == "draft":
-        stored = replace(stored, tied_bits=stored.bits)  # a draft's speed counts for more than its text
+    packing = checkpoint.packing
     report("trace", 0.6)
     traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype, flavor=flavor)
     flavor.finish(traced.model)
@@ -470,13 +482,14 @@ def _export_model(
         report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
 
     report("store weights", 0.7)
-    most_blocks = store_weights(
+    weights = store_weights(
         traced.model,
         reader,
         stored,
         block_size,
         nodes=flavor.weights,
         embedding=traced.embedding,
+        attention=traced.attention,
         constants=traced.constants,
         calibrated=passed.calibrated,
         on_weight=on_weight,
@@ -499,13 +512,12 @@ def _export_model(
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
     source = checkpoint.source
-    mixed = {name: weight.bits for name, weight in passed.calibrated.items() if weight.bits != stored.bits}
     entry = ModelEntry(
         path=f"{which}/model.onnx",
         flavor=cast(Literal["ort", "trt"], flavor.name),
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "bf16", "int8", "int4"], precision),
-        block_size=most_blocks,
+        block_size=weights.block_size,
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
@@ -518,7 +530,7 @@ def _export_model(
         source=SourceEntry(source.name, source.kind, source.sha256()),
         logit_ids=kept,
         calibration="gptq" if passed.calibrated else None,
-        mixed_bits=mixed or None,
+        mixed_bits=weights.mixed_bits or None,
     )
     if passed.reference is None:
         return entry

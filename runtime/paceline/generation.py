@@ -211,7 +211,7 @@ class Generation(Iterator[Step]):
             chance=self._chance,
             rule=self._rule,
             num_top_logprobs=self._num_top_logprobs,
-            wants_confidences=self._planner is not None and drafter is not None,
+            wants_confidences=self._planner is not None and self._planner.asks and drafter is not None,
         )
 
     def _emit(self, block: list[int], played: Round) -> Step:

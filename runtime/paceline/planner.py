@@ -13,6 +13,7 @@ and when its distribution is known, before it is drawn, the draft step is paid a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,8 +41,14 @@ _PRIOR_ACCEPTANCE = 0.75
 _CLASS_MEMORY = 0.995
 _TEXT_MEMORY = 0.97
 _RATE_MEMORY = 0.9
-# Plain rounds before a drafted token shows whether drafting pays after all, where the target's confidences say no.
-_PAUSE = 64
+# Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
+_PAUSE = 32
+# What the draft model takes for each token that it has missed, in steps: they are fed with the next step, as rows. Two
+# rows take what one does.
+_MISSED_TOKEN = 0.25
+# It catches up when the rounds that went without it have cost this share of what catching up does: whether the text
+# stays worth it is not known, and so neither choice loses much more than need be (as with skis, rented or bought).
+_RENT = 0.5
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
 
@@ -52,6 +59,10 @@ class Planner:
     A drafter that asks before each step and each draw gets an answer for the token at hand; for any other, `begin`
     says how many tokens to draft. With `costs` given, or `repeatable`, plans depend on the text alone; else the first
     rounds measure, and the clock has a say.
+
+    Attributes:
+        asks: whether the drafter asks for each token. The target's confidences tell of a draft model's acceptance, so
+            they are wanted then.
     """
 
     def __init__(
@@ -76,7 +87,7 @@ class Planner:
         """
         self._most = most
         self._given: Costs | CostsByLength | CostCorrection | None = costs
-        self._asks = asks
+        self.asks = asks
         self._copies_alone = copies
         self._meter = CostMeter()
         self.costs_from = ("assumed" if repeatable else "measured") if costs is None else "given"
@@ -98,17 +109,18 @@ class Planner:
         self._paused = 0
         # For the predicted speedup: tokens that the rounds were expected to bring, their runs, and the text's length.
         self._expected = 0.0
-        self._all_steps = 0
+        self._all_steps = 0.0
         self._passes: Counter[int] = Counter()
         self._lengths = self._length = 0
+        self._lost = 0.0  # tokens that rounds without the draft model have cost since it last ran
         self._start_round()
 
     def _start_round(self) -> None:
-        self._probing = False
         self._survival = 1.0
         self._survivals: list[float] = []  # probability that all drafted tokens up to each stand
         self._confidences: list[float] = []
         self._steps = 0
+        self._catching_up = 0.0  # what the draft model's missed tokens took, in steps
         self._withheld: float | None = None  # acceptance of a token that was not worth drawing
         self._copied: int | None = None  # length of the match that the round copies from
         self._acceptance = 0.0  # of each token of a round whose length was fixed at once
@@ -148,7 +160,7 @@ class Planner:
             self._costs, self._costs_length = self._of_drafter(self._given.at(length)), length
         if self._correction and not self._passes:
             return 0  # what plain decoding takes in this process is what drafting is weighed against
-        if self._asks:
+        if self.asks:
             return self._most
         self._acceptance = self._text.mean
         if (costs := self._costs) is None:
@@ -156,20 +168,29 @@ class Planner:
         best, _ = self._best(self._acceptance, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
-    def worth_a_step(self) -> bool:
-        """Whether to run the draft model for the next token."""
+    def worth_a_step(self, rows: int = 1) -> bool:
+        """Whether to run the draft model for the next token.
+
+        Args:
+            rows: tokens that it would be fed: the last one, and those before it that it has missed.
+        """
+        catching_up = _MISSED_TOKEN * max(rows - 2, 0)
         if self._confidences:
-            worth = not self._probing and self._worth(self._survival * self._text.mean, steps=1)
+            worth = self._margin(self._survival * self._text.mean, steps=1) > 0
         else:
-            worth = self._worth(self._text.mean, steps=1) or not self._stay_plain()
-        self._steps += worth
+            margin = self._margin(self._text.mean, steps=1)
+            self._lost = max(self._lost + margin, 0.0)
+            worth = margin > 0 and self._lost >= _RENT * self._tokens_in(catching_up)
+        if worth:
+            self._steps += 1
+            self._catching_up += catching_up
         return worth
 
     def worth_drawing(self, confidence: float) -> bool:
         """Whether to draw the next token, whose distribution has its maximum at `confidence`; it is then drafted."""
         acceptance = self._classes[bisect_right(_CONFIDENCES, confidence)].mean
         survival = self._survival * acceptance
-        if not (self._probing or self._worth(survival, steps=0)):
+        if self._margin(survival, steps=0) <= 0:
             self._withheld = acceptance
             return False
         self._survival = survival
@@ -231,19 +252,26 @@ class Planner:
                 self._text.add(like.mean, 1)
         if self._withheld is not None and judged == num_accepted:
             self._text.add(self._withheld, 1)  # the draft's own confidence says more
-        steps = self._steps if self._asks else num_proposed
+        steps = self._steps if self.asks else num_proposed
+        seen = 0 if self._catching_up else steps  # else what it takes to catch up would count as a step
         if self._correction:
-            self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+            self._correction.observe(self._length, rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
         elif not self._given:
-            self._meter.observe(rows=rows, target_s=target_s, draft_steps=steps, draft_s=draft_s)
+            self._meter.observe(rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
             if self.costs_from == "measured":
                 self._costs = self._of_drafter(self._meter.costs)
-        self._all_steps += steps
+        self._all_steps += steps + self._catching_up
+        if steps:
+            self._lost = 0.0
         self._passes[num_proposed + 1] += 1
         self._expected += self._expected_tokens(num_proposed)
         if (costs := self._costs) and self._copied is None:
             self._tokens.add(num_accepted + 1, 1)
             self._seconds.add(costs.target(num_proposed + 1) + steps * costs.draft_step, 1)
+
+    def _tokens_in(self, steps: float) -> float:
+        """Tokens that could be written in the time of so many draft steps."""
+        return self._rate(costs) * costs.draft_step * steps if (costs := self._costs) else 0.0
 
     def _of_drafter(self, costs: Costs | None) -> Costs | None:
         """Costs as this drafter has them: those of a draft model are nothing to copies."""
@@ -251,7 +279,7 @@ class Planner:
 
     def _expected_tokens(self, num_proposed: int) -> float:
         """Tokens that the round was expected to bring, by what was known before its tokens were judged."""
-        if self._asks and self._copied is None:
+        if self.asks and self._copied is None:
             return 1 + sum(self._survivals)
         return tokens_per_round(self._acceptance, num_proposed)
 
@@ -272,7 +300,7 @@ class Planner:
         self._paused += 1
         if self._paused < _PAUSE:
             return True
-        self._paused, self._probing = 0, True
+        self._paused = 0
         return False
 
     def _rate(self, costs: Costs) -> float:
@@ -280,26 +308,25 @@ class Planner:
         rate = 1 / costs.target(1)
         return max(rate, self._tokens.mean / self._seconds.mean) if self._seconds.weight else rate
 
-    def _worth(self, survival: float, *, steps: int) -> bool:
-        """Whether a token that stands with this probability is worth its row and `steps` draft steps.
+    def _margin(self, survival: float, *, steps: int) -> float:
+        """Tokens that one more, which stands with this probability, brings beyond what its row and `steps` steps take.
 
         Where rows cost in steps, as kernels that work in tiles have it, it may be worth them together with tokens that
-        come behind it, each of which is taken to stand as often as the text's do.
+        come behind it, each of which is taken to stand as often as the text's do: the most that so many bring.
         """
         costs = self._costs
         if costs is None:
-            return len(self._confidences) < _BLIND
+            return 1.0 if len(self._confidences) < _BLIND else -1.0
         rate, acceptance = self._rate(costs), self._text.mean
         rows = len(self._confidences) + 1
         price = steps * costs.draft_step - costs.target(rows)
-        gain = 0.0
+        gain, most = 0.0, -math.inf
         for all_rows in range(rows + 1, self._most + 2):
             gain += survival
-            if gain > rate * (price + costs.target(all_rows)):
-                return True
+            most = max(most, gain - rate * (price + costs.target(all_rows)))
             survival *= acceptance
             price += costs.draft_step
-        return False
+        return most
 
 
 def _classes(priors: Iterable[float]) -> list[Average]:

@@ -3,7 +3,7 @@
     python tests/export/measure_quality.py qwen2.5-coder-1.5b WORK --prompts spec_bench.jsonl --code HumanEval.jsonl.gz
 
 Each variant of the target is exported to WORK/VARIANT unless it is there. Quality is that of the shipped graph against
-full precision; steps are timed against both roundings to nearest in turns, and given as ratios of medians.
+full precision; steps are timed against the plainest variant in turns, and given as ratios of medians.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 import paceline_export.export
 from paceline.bundle import Bundle
+from paceline.huge_pages import huge_pages
 from paceline.ort import OrtModel
 from paceline_export.calibrate.quality import measure
 from paceline_export.calibrate.run import run_layers
@@ -33,35 +34,34 @@ from paceline_export.export import export_bundle
 from paceline_export.quantize import PRECISIONS
 from paceline_export.source import resolve
 
-# Options of an export; `asymmetric` and those of a Recipe are not offered to users.
+# Options of an export; `symmetric`, `attention_bits` and `damping` are not offered to users.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "nearest": {"calibration": "none"},
-    "nearest-asymmetric": {"calibration": "none", "asymmetric": True},
-    "gptq": {},
-    "gptq-asymmetric": {"asymmetric": True},
-    "gptq-uncorrected": {"correction": 0.0},
-    "gptq-damped-less": {"damping": 0.1},
-    "gptq-int4-only": {"wide": False},
+    "int4": {},
+    "rounded": {"calibration": "none"},
     "int8": {"precision": "int8"},
+    "symmetric": {"symmetric": True},
+    "all-4-bits": {"attention_bits": 4},
+    "damped-less": {"damping": 0.5},
+    "rounded-symmetric": {"calibration": "none", "symmetric": True},
+    "rounded-symmetric-all-4-bits": {"calibration": "none", "symmetric": True, "attention_bits": 4},
 }
-BASELINES = ("nearest", "nearest-asymmetric")
+BASELINE = "rounded-symmetric-all-4-bits"
 ROWS = (1, 3, 5)
 PAST = 256
 
 
 @contextmanager
-def _settings(asymmetric: bool = False, wide: bool = True, **recipe: float) -> Iterator[None]:
+def _settings(damping: float | None = None, **stored: Any) -> Iterator[None]:
     """Let exports inside the block use other settings than those on offer."""
     export: Any = paceline_export.export
-    before = PRECISIONS["int4"], export.Recipe, export.is_wide
-    PRECISIONS["int4"] = dataclasses.replace(before[0], symmetric=not asymmetric)
-    export.Recipe = functools.partial(before[1], **recipe)
-    if not wide:
-        export.is_wide = lambda layer, name: False
+    before = PRECISIONS["int4"], export.Recipe
+    PRECISIONS["int4"] = dataclasses.replace(before[0], **stored)
+    if damping is not None:
+        export.Recipe = functools.partial(before[1], damping=damping)
     try:
         yield
     finally:
-        PRECISIONS["int4"], export.Recipe, export.is_wide = before
+        PRECISIONS["int4"], export.Recipe = before
 
 
 def _export(source: Any, folder: Path, options: dict[str, Any]) -> None:
@@ -104,18 +104,21 @@ def _step(model: OrtModel, rows: int) -> float:
     return time.perf_counter() - started
 
 
-def _steps(work: Path, name: str, rounds: int) -> dict[str, list[float]]:
-    """Ratios to each baseline of the median step, by the baseline's name, for each number of rows."""
-    names = [name, *(other for other in BASELINES if other != name and (work / other).is_dir())]
-    models = {other: OrtModel.open(Bundle.open(work / other), "target") for other in names}
-    medians = []
+def _steps(work: Path, name: str, rounds: int) -> list[float]:
+    """Ratios of the median step to the baseline's, for each number of rows; none where there is no baseline."""
+    if not (work / BASELINE).is_dir():
+        return []
+    bundles = {other: Bundle.open(work / other) for other in {name, BASELINE}}
+    with huge_pages(sum(entry.size for bundle in bundles.values() for entry in bundle.manifest.files.values())):
+        models = {other: OrtModel.open(bundle, "target") for other, bundle in bundles.items()}
+    ratios = []
     for rows in ROWS:
-        times: dict[str, list[float]] = {other: [] for other in names}
+        times: dict[str, list[float]] = {other: [] for other in models}
         for _ in range(rounds):
             for other, model in models.items():
                 times[other].append(_step(model, rows))
-        medians.append({other: statistics.median(found) for other, found in times.items()})
-    return {other: [found[name] / found[other] for found in medians] for other in names if other in BASELINES}
+        ratios.append(statistics.median(times[name]) / statistics.median(times[BASELINE]))
+    return ratios
 
 
 def main() -> None:
@@ -142,7 +145,8 @@ def main() -> None:
     if reference is None:
         raise SystemExit("there is no text to measure on")
     print(
-        "| weights | KL, prompts | KL, code | argmax, both | perplexity, both (full precision) | step at 1, 3, 5 rows |"
+        "| weights | KL, prompts | KL, code | argmax, both | perplexity, both (full precision) "
+        f"| step at {', '.join(map(str, ROWS))} rows over {BASELINE} |"
     )
     print("|---|---|---|---|---|---|", flush=True)
     for name in options.variants:
@@ -150,13 +154,12 @@ def main() -> None:
         entry = bundle.manifest.target
         quality = measure(bundle.path(entry.path), entry, reference)
         both = (quality.prompts, quality.code)
-        ratios = _steps(options.work, name, options.rounds) if options.rounds else {}
+        ratios = _steps(options.work, name, options.rounds) if options.rounds else []
         print(
             f"| {name} | {quality.prompts.kl:.4f} | {quality.code.kl:.4f} "
             f"| {' / '.join(f'{text.argmax_agreement:.3f}' for text in both)} "
-            f"| {' / '.join(f'{text.perplexity:.3f} ({text.full_perplexity:.3f})' for text in both)} | "
-            + "; ".join(f"{', '.join(f'{x:.2f}' for x in found)} × {other}" for other, found in ratios.items())
-            + " |",
+            f"| {' / '.join(f'{text.perplexity:.3f} ({text.full_perplexity:.3f})' for text in both)} "
+            f"| {', '.join(f'{ratio:.2f}' for ratio in ratios)} |",
             flush=True,
         )
 

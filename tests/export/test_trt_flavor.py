@@ -26,7 +26,8 @@ from paceline_export.export import export_bundle
 from paceline_export.flavors import FLAVORS, find_flavor
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.passes.static_length import set_static_length
-from paceline_export.quantize.blockwise import dequantize
+from paceline_export.quantize.blockwise import dequantize, quantize
+from paceline_export.quantize.rows import quantize_rows
 from paceline_export.source import resolve
 
 TRT = FLAVORS["trt"]
@@ -212,25 +213,47 @@ def test_the_check_finds_a_planted_fault(plant: Callable[[ir.Model], None], plai
         assert "batch: " in str(report.models[0].reason)
 
 
-def test_the_numbers_of_int4_are_those_of_the_other_flavour(tmp_path: Path) -> None:
-    """The blocks of 64 hold the scales of the blocks of 128 that the other flavour pads."""
+def test_int4_is_stored_in_symmetric_blocks_and_attention_in_rows_of_eight_bits(tmp_path: Path) -> None:
+    """The blocks of 64 hold the scales of blocks of 128, the last of which is padded."""
     config = transformers.LlamaConfig(**sizes(hidden_size=192, head_dim=16, intermediate_size=320))
     checkpoint = tiny_checkpoint(tmp_path / "model", config)
     bundle = export(checkpoint, "bundle", precision="int4")
     stored, original = stored_weights(bundle.root / "target/model.onnx"), load_file(checkpoint / "model.safetensors")
     projections = [name for name in stored if name.endswith("_proj.weight")]
-    assert len(projections) == 14
+    attention = {name for name in projections if ".self_attn." in name}
+    assert (len(projections), len(attention)) == (14, 8)
+    assert bundle.manifest.target.mixed_bits == dict.fromkeys(attention, 8)
     for name in projections:
-        other = FLAVORS["ort"].weights.quantize(name, original[name], bits=4, block_size=128, symmetric=True)
-        torch.testing.assert_close(stored[name], torch.from_numpy(dequantize(other)), rtol=2**-11, atol=0)
+        if name in attention:
+            expected = quantize_rows(original[name])
+        else:
+            expected = quantize(original[name], bits=4, block_size=128, symmetric=True)
+        torch.testing.assert_close(stored[name], torch.from_numpy(dequantize(expected)), rtol=2**-11, atol=0)
     graph = graph_of(bundle).graph
     initializers = {value.name: value for value in graph.initializer}
     for node in graph.node:
         if node.op_type == "DequantizeLinear" and "_proj" in node.input[0]:
             levels, scales = (initializers[name] for name in node.input)
-            assert levels.data_type == onnx.TensorProto.INT4
-            assert {attribute.name: attribute.i for attribute in node.attribute} == {"axis": 1, "block_size": 64}
-            assert scales.dims[1] * 64 == levels.dims[1]
+            found = {attribute.name: attribute.i for attribute in node.attribute}
+            if "self_attn" in node.input[0]:
+                assert (levels.data_type, found) == (onnx.TensorProto.INT8, {"axis": 0})
+                assert list(scales.dims) == [levels.dims[0]]
+            else:
+                assert (levels.data_type, found) == (onnx.TensorProto.INT4, {"axis": 1, "block_size": 64})
+                assert scales.dims[1] * 64 == levels.dims[1]
+
+
+def test_the_calibration_stores_what_the_flavour_can_hold(llama: Path) -> None:
+    """Whatever it chooses, TensorRT reads it: no zero points, and 8 bits by rows."""
+    bundle = export(llama, "gptq", precision="int4", calibration="gptq", max_length=128)
+    assert bundle.manifest.target.calibration == "gptq"
+    assert set((bundle.manifest.target.mixed_bits or {}).values()) == {8}
+    rounded = export(llama, "rounded", precision="int4", max_length=128)
+    values, nearest = (stored_weights(each.root / "target/model.onnx") for each in (bundle, rounded))
+    for name in values:
+        same = torch.equal(values[name], nearest[name])
+        assert same is not (name.endswith("_proj.weight") and ".mlp." in name), name
+    passes(bundle)
 
 
 def test_eight_bits_have_one_positive_scale_a_row(pair: Bundle) -> None:

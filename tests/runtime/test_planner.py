@@ -58,13 +58,14 @@ def simulate(
     """Tokens per second of a pair; `token` gives a drafted token's confidence and the probability that it stands.
 
     The clock wobbles by `noise`, a standard deviation of the logarithm, which the planner sees and the result does not.
-    With `tells` the target's confidence is, within some tenths, the probability that the draft agrees.
+    With `tells` the target's confidence is, within some tenths, the probability that the draft agrees. A draft that is
+    more than two tokens behind takes a quarter of a step for each of them.
     """
-    tokens, seconds = 0, 0.0
+    tokens, seconds, fed = 0, 0.0, -1
     while tokens < num_tokens:
         most, steps = min(planner.begin(tokens), num_tokens - tokens - 1), 0
         drafted: list[float] = []
-        while len(drafted) < most and planner.worth_a_step():
+        while len(drafted) < most and planner.worth_a_step(1 if steps else tokens - fed):
             steps += 1
             confidence, acceptance = token(rng)
             if not planner.worth_drawing(confidence):
@@ -74,6 +75,9 @@ def simulate(
         while accepted < len(drafted) and rng.random() < drafted[accepted]:
             accepted += 1
         target_s, draft_s = costs.target(len(drafted) + 1), steps * costs.draft_step
+        if steps:
+            draft_s += 0.25 * max(tokens - 2 - fed, 0) * costs.draft_step
+            fed = tokens + min(steps - 1, accepted)
         emitted = [*drafted[: accepted + 1], token(rng)[1]][: accepted + 1] if tells else []
         planner.end(
             len(drafted),
@@ -156,12 +160,14 @@ def test_case_22_a_draft_that_loses_costs_little() -> None:
 
 
 def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None:
-    """Drafting gives up on a hard text after a few tokens, and takes up an easy one long before it would look again."""
-    planner, drafted = Planner(costs=CPU), []
-    for position in range(90):
+    """Drafting gives up on a hard text after a few tokens, and takes up an easy one without ever looking in between."""
+    planner, drafted, fed = Planner(costs=CPU), [], -1
+    for position in range(140):
         hard = position < 60
         planner.begin(position)
-        drafting = planner.worth_a_step() and planner.worth_drawing(0.3 if hard else 0.99)
+        worth = planner.worth_a_step(position - fed)
+        fed = position if worth else fed
+        drafting = worth and planner.worth_drawing(0.3 if hard else 0.99)
         drafted.append(drafting)
         planner.end(
             int(drafting),
@@ -174,12 +180,37 @@ def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None
     assert sum(drafted[:10]) <= 4
     assert not any(drafted[10:60])
     assert not any(drafted[60:62])
-    assert all(drafted[85:])
+    assert all(drafted[120:])
+
+
+def play(planner: Planner, length: int, rows: int, draft_s: float = CPU.draft_step) -> bool:
+    """A round behind a text of `length` tokens that would feed the draft `rows`, and whose drafted token stands."""
+    planner.begin(length)
+    worth = planner.worth_a_step(rows)
+    if worth:
+        planner.worth_drawing(0.99)
+    planner.end(int(worth), int(worth), rows=1 + worth, target_s=CPU.target(1 + worth), draft_s=worth * draft_s)
+    return worth
+
+
+def test_tokens_that_the_draft_missed_are_part_of_the_price() -> None:
+    """A draft that has fallen behind is fed what it missed with its next step, which has to pay for it."""
+    profile = CostsByLength((128,), (CPU,), "profile x")
+    for missed, worth in ((0, True), (8, True), (200, False)):
+        planner = Planner(costs=profile)
+        for length in range(100, 160, 2):
+            play(planner, length, rows=2)
+        told = planner.costs
+        assert play(planner, 160, rows=2 + missed, draft_s=10 * CPU.draft_step if missed else CPU.draft_step) == worth
+        planner.begin(162)
+        assert told is not None
+        assert planner.costs is not None
+        assert planner.costs.draft_step == pytest.approx(told.draft_step)  # a step that caught up tells of no other
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_confidences_that_are_unknown_cost_little(tells: bool) -> None:
-    """Where a text is hard, not to know them costs a look now and then; see the bars above for where it is easy."""
+    """Where a text is hard: it is left plain either way."""
     rates = [
         simulate(np.random.default_rng(seed), Planner(costs=CPU), CPU, varied(0.4), 128, tells=tells)
         for seed in range(24)
@@ -290,7 +321,7 @@ def test_a_profile_that_is_not_right_any_more_is_corrected(acceptance: float, pl
         predictions.append(planner.predicted_speedup or 0.0)
     realised = true.target(1) / np.mean([1 / rate for rate in rates])
     stale = [simulate(rng, Planner(costs=told), true, varied(acceptance), 128) for _ in range(24)]
-    assert realised > 0.97 * true.target(1) / np.mean([1 / rate for rate in stale])
+    assert realised > 0.9 * true.target(1) / np.mean([1 / rate for rate in stale])
     assert realised > 0.94
     assert abs(np.mean(predictions) / realised - 1) < 0.1
 

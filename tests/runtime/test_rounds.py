@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,13 +72,17 @@ def test_the_planner_of_a_generation_gets_them(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[float, ...]] = []
     end = Planner.end
 
-    def noting(self: Planner, *args: int, confidences: tuple[float, ...], **kwargs: float) -> None:
+    def noting(self: Planner, *args: Any, confidences: tuple[float, ...], **kwargs: Any) -> None:
         seen.append(confidences)
-        end(self, *args, confidences=confidences, **kwargs)  # type: ignore[arg-type]
+        end(self, *args, confidences=confidences, **kwargs)
 
     monkeypatch.setattr(Planner, "end", noting)
     target = TableModel.random(VOCAB, seed=5)
     decoder = SpeculativeDecoder(target, TableModel.random(VOCAB, seed=6), None, VOCAB)
+    list(decoder.generate(PROMPT, max_new_tokens=12, drafter="prompt-lookup"))
+    assert seen
+    assert not any(seen)  # of what copies stand, they tell little
+    seen.clear()
     generation: Generation = decoder.generate(PROMPT, max_new_tokens=12)
     steps = list(generation)[1:]
     assert [len(confidences) for confidences in seen] == [step.num_accepted + 1 for step in steps]

@@ -68,9 +68,9 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "int8", "int4"])
 @click.option(
     "--calibration",
     type=_CALIBRATIONS,
-    help="How few-bit weights of the target are chosen.  [default: gptq for int4 where the architecture permits it]",
+    help="How int4 weights of the target are chosen; none rounds to nearest.  [default: gptq where it is possible]",
 )
-@click.option("--draft-calibration", type=_CALIBRATIONS, help="The draft's.  [default: none, which rounds to nearest]")
+@click.option("--draft-calibration", type=_CALIBRATIONS, help="The draft's.  [default: none]")
 @click.option(
     "--quality/--no-quality",
     default=True,

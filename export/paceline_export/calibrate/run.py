@@ -15,7 +15,7 @@ from .calibrate import LayerCalibration, Recipe
 from .layers import LayerwiseModel, NotLayerwiseError
 from .quality import FullPrecision
 
-__all__ = ["Pass", "is_wide", "run_layers"]
+__all__ = ["Pass", "run_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,6 @@ class Pass:
 
     calibrated: dict[str, Blockwise]
     reference: FullPrecision | None
-
-
-def is_wide(layer: torch.nn.Module, name: str) -> bool:
-    """Whether a projection gets 8 bits where the others get 4: those of attention, which hurt most for their size."""
-    parent = name.rpartition(".")[0]
-    return bool(parent) and "Attention" in type(layer.get_submodule(parent)).__name__
 
 
 def run_layers(

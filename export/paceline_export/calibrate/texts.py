@@ -15,18 +15,21 @@ __all__ = ["HELD_OUT", "calibration_ids", "cut", "held_out_ids"]
 
 HELD_OUT = ("prompts", "code")
 _LENGTH = 256  # positions of a sequence, at most
-_CALIBRATION_TOKENS = 24576  # at most: tokenizers of bytes make more of these texts
+_CALIBRATION_SEQUENCES = 32  # evenly spread over the texts
 _HELD_OUT_TOKENS = 1024  # of each text, at most
 
 
 def calibration_ids(tokenizer: Any, vocab_size: int, max_length: int) -> torch.Tensor:
-    """Token ids of the calibration text, int64 `[sequences, positions]`."""
+    """Token ids of sequences of the calibration texts, evenly spread over them, int64 `[sequences, positions]`."""
     folder = files(__package__) / "text"
-    texts = [(folder / f"{name}.txt").read_text(encoding="utf-8") for name in ("prose", "passages", "maths", "languages", "code")]
+    names = ("prose", "passages", "maths", "languages", "code")
+    texts = [(folder / f"{name}.txt").read_text(encoding="utf-8") for name in names]
     ids = [token_id for text in texts for token_id in _encode(tokenizer, text)]
     for messages in json.loads((folder / "dialogue.json").read_text(encoding="utf-8")):
         ids += _encode(tokenizer, _rendered(tokenizer, messages))
-    return cut(ids, vocab_size, max_length, _CALIBRATION_TOKENS)
+    sequences = cut(ids, vocab_size, max_length, len(ids))
+    count = min(_CALIBRATION_SEQUENCES, len(sequences))
+    return sequences[[index * len(sequences) // count for index in range(count)]]
 
 
 def held_out_ids(tokenizer: Any, vocab_size: int, max_length: int) -> dict[str, list[torch.Tensor]]:

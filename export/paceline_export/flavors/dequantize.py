@@ -29,7 +29,7 @@ class Dequantize:
         if bits == 8:
             return quantize_rows(weight)
         _block(name, weight.shape[1], block_size)
-        return quantize(weight, bits=bits, block_size=block_size, symmetric=True)
+        return quantize(weight, bits=bits, block_size=block_size, symmetric=symmetric)
 
     def quantize_table(self, weight: torch.Tensor, *, bits: int) -> Blockwise | None:
         """Quantise a table by rows."""

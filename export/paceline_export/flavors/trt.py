@@ -132,10 +132,11 @@ TRT = Flavor(
     name="trt",
     opset=_OPSET,
     precisions={
-        "fp16": WeightFormat("float16", None, None, None, True),
-        "bf16": WeightFormat("bfloat16", None, None, None, True),
-        "int8": WeightFormat("float16", 8, 8, 8, True),
-        "int4": WeightFormat("float16", 4, 8, 8, True),
+        "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
+        "bf16": WeightFormat("bfloat16", None, None, None, None, symmetric=True),
+        "int8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True),
+        # TensorRT refuses zero points.
+        "int4": WeightFormat("float16", 4, 8, 8, 8, symmetric=True),
     },
     default_max_length=4096,
     static_length=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -24,7 +25,7 @@ from paceline_export.quantize.blockwise import BLOCK_SIZES, Blockwise
 
 from .initializers import constant, initializer, replace
 
-__all__ = ["check_shape", "check_values", "store_weights"]
+__all__ = ["StoredWeights", "check_shape", "check_values", "store_weights"]
 
 _DTYPES = {
     "float32": (torch.float32, ir.DataType.FLOAT),
@@ -32,6 +33,19 @@ _DTYPES = {
     "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
 }
 _FLOAT16_END = 65520.0  # from here on, float16 rounds to infinity
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """How a graph's projections were stored.
+
+    Attributes:
+        mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart.
+        block_size: of most quantised ones; None where none is quantised, or each row has one scale.
+    """
+
+    mixed_bits: dict[str, int]
+    block_size: int | None
 
 
 def store_weights(
@@ -42,10 +56,11 @@ def store_weights(
     *,
     nodes: WeightNodes,
     embedding: str,
+    attention: frozenset[str],
     constants: dict[str, torch.Tensor],
     calibrated: Mapping[str, Blockwise] | None = None,
     on_weight: Callable[[str], None] | None = None,
-) -> int | None:
+) -> StoredWeights:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
 
     Args:
@@ -55,12 +70,13 @@ def store_weights(
         block_size: of quantised projections.
         nodes: how the graph's flavour quantises and reads weights.
         embedding: the checkpoint's name of the table that input ids are looked up in.
+        attention: names of the weights that project for attention.
         constants: values of initializers that are not in the checkpoint.
         calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
         on_weight: called with the name of each tensor as it is stored.
 
     Returns:
-        The block size of most quantised projections; None where none is quantised, or each row has one scale.
+        What was stored.
 
     Raises:
         CheckpointError: a weight that the checkpoint lacks, holds in another shape, or with values that are no numbers
@@ -69,6 +85,7 @@ def store_weights(
     _check_shapes(model, reader, constants)
     torch_dtype, dtype = _DTYPES[weight_format.dtype]
     sizes: Counter[int | None] = Counter()
+    mixed: dict[str, int] = {}
 
     def read(name: str) -> torch.Tensor:
         if name in constants:
@@ -89,6 +106,7 @@ def store_weights(
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
+    mixed: dict[str, int] = {}
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
@@ -110,19 +128,17 @@ def store_weights(
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
                 else:
-                    found = (calibrated or {}).get(name)
-                    bits = (weight_format.tied_bits if weight is head else None) or weight_format.bits
-                    symmetric = weight is head or weight_format.symmetric  # the table is read without zero points
-                    if found is None or nodes.refusal(found) is not None:
-                        quantised = nodes.quantize(
-                            name,
-                            read(name),
-                            bits=bits if found is None else found.bits,
-                            block_size=block_size,
-                            symmetric=symmetric,
-                        )
-                    else:
-                        quantised = found
+                    bits = weight_format.projection_bits(attention=name in attention)
+                    if weight is head:
+                        bits = weight_format.tied_bits
+                    assert bits is not None
+                    # A table is read without zero points, and 8 bits need none.
+                    symmetric = weight is head or bits == 8 or weight_format.symmetric
+                    quantised = (calibrated or {}).get(name) or nodes.quantize(
+                        name, read(name), bits=bits, block_size=block_size, symmetric=symmetric
+                    )
+                    if weight is not head and quantised.bits != weight_format.bits:
+                        mixed[name] = quantised.bits
                 sizes[quantised.block_size if quantised.block_size in BLOCK_SIZES else None] += 1
                 if weight is head:
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
@@ -147,7 +163,7 @@ def store_weights(
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             value.const_value = lazy(value, name)
-    return sizes.most_common(1)[0][0] if sizes else None
+    return StoredWeights(mixed, sizes.most_common(1)[0][0] if sizes else None)
 
 
 def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, torch.Tensor]) -> None:

@@ -14,22 +14,28 @@ class WeightFormat:
     Attributes:
         dtype: of activations, caches and unquantised weights.
         bits: of quantised projections; None keeps them in `dtype`.
+        attention_bits: of the projections of attention, which hurt most for their size.
         embedding_bits: of the quantised embedding table; it costs no time, so it is never coarser than 8 bits.
         tied_bits: of an LM head that is the embedding table, too, which both read. Where the table is coarser than 8
             bits, every layer pays for it.
-        symmetric: whether quantisation blocks have no zero point.
+        symmetric: whether blocks of `bits` have no zero point; those of 8 bits have none in any case.
     """
 
     dtype: str
     bits: int | None
+    attention_bits: int | None
     embedding_bits: int | None
     tied_bits: int | None
     symmetric: bool
 
+    def projection_bits(self, *, attention: bool) -> int | None:
+        """Bits of a projection, for attention or not."""
+        return self.attention_bits if attention else self.bits
+
 
 PRECISIONS = {
-    "fp32": WeightFormat("float32", None, None, None, True),
-    "fp16": WeightFormat("float16", None, None, None, True),
-    "int8": WeightFormat("float32", 8, 8, 8, True),
-    "int4": WeightFormat("float32", 4, 8, 8, True),
+    "fp32": WeightFormat("float32", None, None, None, None, symmetric=True),
+    "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
+    "int8": WeightFormat("float32", 8, 8, 8, 8, symmetric=True),
+    "int4": WeightFormat("float32", 4, 8, 8, 8, symmetric=False),
 }

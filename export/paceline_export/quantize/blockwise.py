@@ -16,7 +16,7 @@ from paceline.errors import InvalidInputError
 
 _CHUNK = 1 << 24  # elements
 
-__all__ = ["BLOCK_SIZES", "Blockwise", "dequantize", "from_levels", "quantize"]
+__all__ = ["BLOCK_SIZES", "Blockwise", "block_range", "dequantize", "from_levels", "quantize"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -66,6 +66,21 @@ def quantize(weight: torch.Tensor, *, bits: int, block_size: int, symmetric: boo
     return Blockwise(packed, scales, None if symmetric else zero_points, columns, bits, block_size)
 
 
+def block_range(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points of blocks whose values lie between `low` and `high`, all of one shape; see `quantize`.
+
+    The scale of a block of zeros is 0.
+    """
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    if symmetric:
+        extreme = torch.where(high.abs() > low.abs(), high, low)  # signed: it becomes level 0 exactly
+        scale = extreme / -middle
+        return scale, torch.full_like(scale, middle)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = (high - low) / top
+    return scale, torch.where(scale == 0, 0, (-low / scale).round().clamp(0, top))
+
+
 def from_levels(
     levels: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, *, bits: int, block_size: int
 ) -> Blockwise:
@@ -97,18 +112,9 @@ def _quantize_rows(
     low, high = torch.aminmax(x, dim=2, keepdim=True)
     if not torch.isfinite(high - low).all():
         raise InvalidInputError("Cannot quantise a weight that holds NaN or infinity; the checkpoint is damaged.")
-    top = 2**bits - 1
-    if symmetric:
-        middle = 2 ** (bits - 1)
-        extreme = torch.where(high.abs() > low.abs(), high, low)  # signed: it becomes level 0 exactly
-        scale = extreme / -middle
-        zero = torch.full_like(scale, middle)
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = (high - low) / top
-        zero = torch.where(scale == 0, 0, (-low / scale).round().clamp(0, top))
+    scale, zero = block_range(low, high, bits, symmetric)
     inverse = torch.where(scale == 0, 0, 1 / scale)
-    levels = (x * inverse).round_().add_(zero).clamp_(0, top).to(torch.uint8)
+    levels = (x * inverse).round_().add_(zero).clamp_(0, 2**bits - 1).to(torch.uint8)
     return _pack(levels, bits), scale.squeeze(2), _pack(zero.squeeze(2).to(torch.uint8), bits)
 
 

@@ -1,78 +1,56 @@
 """GPTQ (Frantar et al. 2023): round a weight column by column, each error made good by the columns that follow.
 
 What counts is not the weight but the product with the inputs that a layer gets to see. With `H = X Xᵀ` over a
-calibration text, the error of a row is `d H dᵀ`. Inputs may also differ from those of the unquantised model, since the
-layers before are quantised already; with `C = (X_full - X) Xᵀ` the row to aim for is `w (I + C H⁻¹)`, as in GPTAQ
-(Li et al. 2025, arXiv 2504.02692).
+calibration text, the error of a row is `d H dᵀ`.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
-from .blockwise import Blockwise, from_levels
+from .blockwise import Blockwise, block_range, from_levels
 
-__all__ = ["Inputs", "gptq"]
+__all__ = ["gptq"]
 
 _COLUMNS = 32  # whose errors are handed on together
-# Shares of a block's range that are tried as its range: a little clipping may cost less than coarser steps.
-_SHARES = (1.0, 0.92, 0.85)
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Second moments of a projection's inputs, in groups of columns that are taken for independent of each other.
-
-    Attributes:
-        hessian: float32 `[groups, size, size]`: `X Xᵀ` of each group of columns.
-        cross: of the same shape, `(X_full - X) Xᵀ`; None where the inputs are taken for those of the full model.
-    """
-
-    hessian: torch.Tensor
-    cross: torch.Tensor | None
 
 
 def gptq(
     weight: torch.Tensor,
-    inputs: Inputs,
+    hessian: torch.Tensor,
     *,
     bits: int,
     block_size: int,
     symmetric: bool,
     damping: float,
-    correction: float,
 ) -> Blockwise:
     """Quantise a weight for the inputs that it is used with.
 
     Args:
         weight: float32 `[rows, columns]`.
-        inputs: of its columns.
+        hessian: float32 `[groups, size, size]`: `X Xᵀ` of each group of its columns; groups are taken for independent
+            of each other.
         bits: 4 or 8.
         block_size: columns that share a scale.
         symmetric: whether blocks have no zero point.
         damping: what is added to the Hessian's diagonal, as a share of its mean: the less text, the more is right.
-        correction: share of the way to the row that makes good the errors of the layers before, 0 to 1.
 
     Returns:
         The quantised weight, its levels and scales chosen together.
     """
-    groups, size, _ = inputs.hessian.shape
+    groups, size, _ = hessian.shape
     levels: list[torch.Tensor] = []
     scales: list[torch.Tensor] = []
     zeros: list[torch.Tensor] = []
     for group in range(groups):
         columns = weight[:, group * size : (group + 1) * size]
-        hessian = inputs.hessian[group].clone()
-        mean = float(hessian.diagonal().mean())
-        hessian.diagonal().add_(damping * mean if mean > 0 else 1.0)
-        lower = torch.linalg.cholesky(hessian.flip(0, 1))
+        damped = hessian[group].clone()
+        mean = float(damped.diagonal().mean())
+        damped.diagonal().add_(damping * mean if mean > 0 else 1.0)
+        lower = torch.linalg.cholesky(damped.flip(0, 1))
         rows = columns.T.contiguous()  # transposed, so that a column of the weight lies in one piece
-        if inputs.cross is not None and correction:
-            full = torch.cholesky_solve((inputs.cross[group].T @ rows).flip(0), lower).flip(0)
-            rows += correction * full
         identity = torch.eye(len(lower))
         factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)  # H⁻¹ = factorᵀ factor
         parts = _round_in_threads(rows, factor, bits, block_size, symmetric)
@@ -139,30 +117,20 @@ def _round(
 def _range(
     block: torch.Tensor, importance: torch.Tensor, bits: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero point `[rows]` of a block `[columns, rows]` with the least error, columns weighed."""
-    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    """The scale and zero point `[rows]` of a block `[columns, rows]`, which reach to its ends.
+
+    Clipping them would make a block's error less and the model worse: the largest weights matter beyond their square.
+    """
+    scale, zero = block_range(*torch.aminmax(block, dim=0), bits, symmetric)
+    scale = torch.where(scale == 0, 1.0, scale)
+    if not symmetric:
+        return scale, zero
+
+    # -middle … middle - 1 steps: the far end, or the other one, may have the longer side; columns are weighed.
     weights = (importance / importance.mean())[None]
 
-    def error(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        levels = (block / scale).round_().add_(zero).clamp_(0, top)
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        levels = (block / scale).round_().add_(zero).clamp_(0, 2**bits - 1)
         return (weights @ levels.sub_(zero).mul_(scale).sub_(block).square_())[0]
 
-    low, high = torch.aminmax(block, dim=0)
-    if symmetric:  # -middle … middle - 1 steps: the far end, or the other one, may have the longer side
-        extreme = torch.where(high.abs() > low.abs(), high, low)
-        whole, start = torch.where(extreme == 0, 1.0, extreme / -middle), torch.full_like(low, middle)
-        whole = torch.where(error(-whole, start) < error(whole, start), -whole, whole)
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        whole = torch.where(high == low, 1.0, (high - low) / top)
-    best = torch.full_like(low, torch.inf)
-    best_scale, best_zero = torch.empty_like(low), torch.empty_like(low)
-    for share in _SHARES:
-        scale = share * whole
-        zero = start if symmetric else (-low / whole).round().clamp_(0, top)
-        total = error(scale, zero)
-        better = total < best
-        best = torch.where(better, total, best)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    return torch.where(error(-scale) < error(scale), -scale, scale), zero

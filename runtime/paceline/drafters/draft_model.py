@@ -96,7 +96,7 @@ class DraftModelDrafter:
             token = self._sampler.forced(tokens, drafted)
             row: DraftProbs = None
             if token is None:
-                if self._planner and not self._planner.worth_a_step():
+                if self._planner and not self._planner.worth_a_step(len(feed)):
                     break
                 logits = self._model.forward(feed, self._cache, 1)[0, : self._width]
                 if not self._is_narrow:
