@@ -14,6 +14,7 @@ from paceline.errors import BundleError
 from paceline.ort import OrtModel, open_session
 
 from .passes.half import to_float16
+from .passes.inputs import leave_inputs
 from .passes.static_length import set_static_length
 
 __all__ = ["load_graph", "open_on_cpu"]
@@ -32,7 +33,7 @@ def open_on_cpu(path: Path, entry: ModelEntry, max_length: int, *, exact: bool =
         path: of the graph, its weights beside it.
         entry: what the manifest says of it.
         max_length: positions of the longest text.
-        exact: compute few-bit products in float32, where the graph as it is rounds activations to 8 bits.
+        exact: leave activations as they are where products, or operators in front of them, round them to 8 bits.
 
     Raises:
         BundleError: the weights cannot be read.
@@ -45,6 +46,8 @@ def open_on_cpu(path: Path, entry: ModelEntry, max_length: int, *, exact: bool =
             if node.op_type == "MatMulNBits":
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
         return OrtModel(open_session(_bytes(model), session_config=(_weights_in(path.parent),)), entry)
+    if exact:
+        leave_inputs(model)
     length = min(max_length, entry.max_length)
     set_static_length(model, length)
     changed = _with_caches(entry, length)

@@ -125,7 +125,7 @@ def export_bundle(
             `default_max_length`.
         block_size: values that share a scale in quantised projections.
         calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
-            it, and `none` otherwise.
+            it, and `none` otherwise. The inputs of fp8 projections are looked at in any case.
         draft_calibration: of the draft; None means `none`.
         quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
             pool of ONNX Runtime, which a later `paceline.load` in the same process shares.
@@ -168,8 +168,8 @@ def export_bundle(
         check_widths(checkpoints["target"])
     for which, checkpoint in checkpoints.items():
         if checkpoint.packing is not None:
-            bits = made_for.weight_format(precisions[which]).bits
-            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which], bits)
+            stored = made_for.weight_format(precisions[which])
+            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which], stored)
             if calibrations[which] == "gptq":
                 raise InvalidInputError(
                     f"{checkpoint.source.name} is quantised already, and its numbers are kept: there is nothing to "
@@ -320,6 +320,11 @@ def check_arguments(
     ):
         if chosen is not None and chosen not in CALIBRATIONS:
             raise InvalidInputError(f"Unknown {which} {chosen!r}: expected one of {', '.join(CALIBRATIONS)}.")
+        if chosen is not None and made_for.weight_format(stored).float8:
+            raise InvalidInputError(
+                f"{which}={chosen!r} is for int4 weights; {stored} is always calibrated, in a way of its own: leave "
+                "it out."
+            )
         if chosen == "gptq" and stored != "int4":
             raise InvalidInputError(
                 f"{which}='gptq' is for int4 weights, and these are {stored}, which is nearly lossless without it; "
@@ -429,11 +434,11 @@ def _run_layers(
     if quality and (reason := is_possible(stored.dtype)) is not None:
         quality = False
         notes.append(f"quality was not measured: {reason}")
-    wanted = calibration == "gptq" or (calibration is None and stored.bits == 4)
+    wanted = stored.float8 or calibration == "gptq" or (calibration is None and stored.bits == 4)
     if checkpoint.packing is not None:
         quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
-    recipe = Recipe(stored, block_size, flavor.weights.quantize) if wanted else None
-    passed = Pass({}, None)
+    recipe = Recipe(stored, block_size, flavor.weights.quantize) if wanted and not stored.float8 else None
+    passed = Pass({}, {}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
         about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
@@ -449,6 +454,8 @@ def _run_layers(
         except NotLayerwiseError as error:
             if calibration == "gptq":
                 raise
+            if stored.float8:
+                raise CheckpointError(f"{error} So the ranges of fp8 cannot be told; export it with int8.") from error
             notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
     return passed, tuple(notes), time.perf_counter() - started
 
@@ -492,6 +499,7 @@ def _export_model(
         attention=traced.attention,
         constants=traced.constants,
         calibrated=passed.calibrated,
+        ranges=passed.ranges,
         on_weight=on_weight,
     )
     report("write", 0.85)
@@ -516,7 +524,7 @@ def _export_model(
         path=f"{which}/model.onnx",
         flavor=cast(Literal["ort", "trt"], flavor.name),
         architecture=checkpoint.config.model_type,
-        precision=cast(Literal["fp32", "fp16", "bf16", "int8", "int4"], precision),
+        precision=cast(Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"], precision),
         block_size=weights.block_size,
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
@@ -529,7 +537,7 @@ def _export_model(
         outputs=_specs(traced, traced.model.graph.outputs),
         source=SourceEntry(source.name, source.kind, source.sha256()),
         logit_ids=kept,
-        calibration="gptq" if passed.calibrated else None,
+        calibration="gptq" if passed.calibrated else "ranges" if passed.ranges else None,
         mixed_bits=weights.mixed_bits or None,
     )
     if passed.reference is None:

@@ -65,6 +65,7 @@ _PARTS = (
     ".row_start",
     ".row_end",
     ".row_axis",
+    ".input_scale",
 )  # of quantised weights, as passes.weights names them
 
 
@@ -84,15 +85,17 @@ class Tolerance:
 
 
 # By the arithmetic of the products, not by the weights: torch computes with the very weights that are stored.
-# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block.
+# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block. "fp8" is a graph whose
+# own operators round them, by fixed scales.
 TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-6, 2e-3),
     "fp16": Tolerance(0.2, 1e-3, 0.1),
     "int8": Tolerance(12.0, 0.1, 2.0),
+    "fp8": Tolerance(12.0, 0.1, 2.0),
 }
 _ARITHMETIC: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ort": {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")},
-    "trt": dict.fromkeys(("fp16", "bf16", "int8", "int4"), ("fp16",)),
+    "trt": {**dict.fromkeys(("fp16", "bf16", "int8", "int4"), ("fp16",)), "fp8": ("fp16", "fp8")},
 }
 _NOTES = {"bfloat16": "ONNX Runtime does not run bfloat16 on a CPU: the graph was compared in float16"}
 
@@ -194,7 +197,7 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
         batch = RaggedBatch(ids) if entry.flavor == "trt" else None
         for arithmetic in _ARITHMETIC[entry.flavor][entry.precision]:
             report(f"{which}: ONNX Runtime, {arithmetic} arithmetic")
-            exact = arithmetic == "fp32" and entry.precision != "fp32"
+            exact = arithmetic != entry.precision and arithmetic != "int8"
             model = open_on_cpu(bundle.path(entry.path), entry, _POSITIONS, exact=exact)
             found[arithmetic] = _onnx_logits(model, ids) | (batch.onnx_logits(model) if batch else {})
         report(f"{which}: torch")
@@ -280,7 +283,7 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     heads = {str(node.inputs[1].name) for node in model.graph if node.op_type == "MatMulNBits" and node.inputs[1]}
     weights: dict[str, torch.Tensor] = {}
     for node in model.graph:
-        if node.op_type == "DequantizeLinear":
+        if node.op_type == "DequantizeLinear" and node.inputs[0].is_initializer():
             name = str(node.inputs[0].name).removesuffix(".q")
             levels = arrays[f"{name}.q"].numpy().astype(np.float32)
             scales = arrays[f"{name}.scales"].numpy().astype(np.float32).reshape(len(levels), -1)

@@ -144,7 +144,8 @@ class QualityEntry:
 class ModelEntry:
     """One exported model: its graph, its shapes, and how its weights are stored.
 
-    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), `mixed_bits` gives
+    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), or that inputs are
+    rounded by ranges that a text told (`ranges`), `mixed_bits` gives
     the bits of those projections that have others than `precision` says, by their names in the checkpoint, and
     `quality` what all this costs; None where it was not measured, as in bundles from before it was.
     """
@@ -152,7 +153,7 @@ class ModelEntry:
     path: str
     flavor: Literal["ort", "trt"]
     architecture: str
-    precision: Literal["fp32", "fp16", "bf16", "int8", "int4"]
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
     block_size: int | None  # of most quantised weights
     num_layers: int
     num_kv_heads: int
@@ -165,7 +166,7 @@ class ModelEntry:
     source: SourceEntry
     prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
     logit_ids: LogitIdsEntry | None = None  # None where the i-th logit stands for id i
-    calibration: Literal["gptq"] | None = None
+    calibration: Literal["gptq", "ranges"] | None = None
     mixed_bits: Mapping[str, int] | None = None
     quality: QualityEntry | None = None
 

@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 _CALIBRATIONS = click.Choice(["gptq", "none"])
 _FLAVORS = click.Choice(["ort", "trt"])
-_PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "int8", "int4"])
+_PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
 
 
 @click.command("export")
@@ -47,7 +47,7 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "int8", "int4"])
     type=_PRECISIONS,
     default="int4",
     show_default=True,
-    help="How weights are stored: fp32, fp16, int8, int4 for ort; fp16, bf16, int8, int4 for trt.",
+    help="How weights are stored: fp32, fp16, int8, int4 for ort; fp16, bf16, fp8, int8, int4 for trt.",
 )
 @click.option("--draft-precision", type=_PRECISIONS, help="The draft's.  [default: as --precision]")
 @click.option(

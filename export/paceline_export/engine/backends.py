@@ -13,6 +13,7 @@ __all__ = ["BACKENDS", "Backend", "find_backend"]
 
 _ALWAYS = ("fp16", "int8")
 _AMPERE = (*_ALWAYS, "bf16", "int4")
+_ADA = (*_AMPERE, "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,13 @@ class Backend:
 
 
 # Capabilities 9.0 and 10.x (H100, H200, B200) are not among what TensorRT-RTX builds for. What each precision needs is
-# NVIDIA's: bfloat16 and 4-bit weights Ampere.
+# NVIDIA's: bfloat16 and 4-bit weights Ampere, float8 Ada.
 BACKENDS = {
     "tensorrt-rtx": Backend(
         name="tensorrt-rtx",
         module="tensorrt_rtx",
         mend="pip install 'paceline[trt]', or tensorrt-rtx from PyPI",
-        targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _AMPERE, "12.0": _AMPERE, "12.1": _AMPERE},
+        targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
         times_kernels=False,
     ),
 }

@@ -1,12 +1,14 @@
 """Few-bit weights in standard operators: `DequantizeLinear` in front of `MatMul` and `Gather`, as TensorRT fuses them.
 
 TensorRT takes signed levels without zero points: 4 bits in blocks of 32, 64 or 128 columns, and 8 bits with positive
-scales. A block of the checkpoint's or of the calibration's that does not divide the columns is written as smaller ones
+scales. It multiplies float8 weights by float8 inputs, which a pair of operators in front rounds; where the inputs are not, it
+writes the weights out as floats, in every step. A block of the checkpoint's or of the calibration's that does not divide the columns is written as smaller ones
 that repeat its scale, so the numbers stay those of the flavour `ort`.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -44,10 +46,17 @@ class Dequantize:
         return None
 
     def product(self, model: ir.Model, x: ir.Value, name: str, weight: Blockwise, dtype: ir.DataType) -> list[ir.Node]:
-        """`DequantizeLinear`, `Transpose`, `MatMul`."""
+        """`DequantizeLinear`, `Transpose`, `MatMul`, and the operators that round the input where that is wanted."""
+        nodes: list[ir.Node] = []
+        if weight.input_scale is not None:
+            rounded = _rounded_already(x)
+            if rounded is None:
+                nodes += _rounded_input(model, x, name, weight.input_scale, dtype)
+                rounded = nodes[-1].outputs[0]
+            x = rounded
         dequantized = _dequantized(model, name, weight, dtype)
         transposed = ir.node("Transpose", [dequantized.outputs[0]], {"perm": [1, 0]})
-        return [dequantized, transposed, ir.node("MatMul", [x, transposed.outputs[0]])]
+        return [*nodes, dequantized, transposed, ir.node("MatMul", [x, transposed.outputs[0]])]
 
     def lookup(self, model: ir.Model, ids: ir.Value, name: str, table: Blockwise, dtype: ir.DataType) -> list[ir.Node]:
         """`DequantizeLinear`, `Gather`: TensorRT reads the rows that are wanted, and keeps few-bit ones."""
@@ -73,6 +82,19 @@ def _block(name: str, columns: int, block_size: int) -> int:
     return block
 
 
+def _rounded_already(x: ir.Value) -> ir.Value | None:
+    """What another product that reads `x` rounded it to, by the same range, or None."""
+    users = [user for user, _ in x.uses() if user.op_type == "QuantizeLinear"]
+    return next(iter(users[0].outputs[0].uses())).node.outputs[0] if users else None
+
+
+def _rounded_input(model: ir.Model, x: ir.Value, name: str, scale: float, dtype: ir.DataType) -> list[ir.Node]:
+    """Nodes whose last output is `x` rounded to float8 numbers times a scale; beyond them it is cut off."""
+    scales = [constant(model, f"{name}.input_scale", np.array(scale), dtype)]
+    rounded = ir.node("QuantizeLinear", [x, *scales], {"output_dtype": int(ir.DataType.FLOAT8E4M3FN)})
+    return [rounded, ir.node("DequantizeLinear", [rounded.outputs[0], *scales])]
+
+
 def _dequantized(model: ir.Model, name: str, weight: Blockwise, dtype: ir.DataType) -> ir.Node:
     """A node whose output is the weight `[rows, columns]`."""
     rows, columns = weight.packed.shape[0], weight.columns
@@ -90,6 +112,8 @@ def _dequantized(model: ir.Model, name: str, weight: Blockwise, dtype: ir.DataTy
         tensor: ir.TensorProtocol = ir.PackedTensor(
             np.ascontiguousarray(signed).reshape(-1), ir.DataType.INT4, shape=(rows, columns), name=f"{name}.q"
         )
+    elif weight.input_scale is not None:
+        tensor = ir.tensor(flat[:, :columns].view(ml_dtypes.float8_e4m3fn), name=f"{name}.q")
     else:
         tensor = ir.tensor((flat[:, :columns] ^ 0x80).view(np.int8), name=f"{name}.q")
     levels = initializer(model, f"{name}.q", tensor.dtype, (rows, columns))

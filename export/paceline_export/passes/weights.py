@@ -21,7 +21,8 @@ from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
 from paceline_export.flavors.flavor import WeightNodes
 from paceline_export.quantize import WeightFormat
-from paceline_export.quantize.blockwise import BLOCK_SIZES, Blockwise
+from paceline_export.quantize.blockwise import Blockwise
+from paceline_export.quantize.rows import quantize_rows_to_float8
 
 from .initializers import constant, initializer, replace
 
@@ -59,6 +60,7 @@ def store_weights(
     attention: frozenset[str],
     constants: dict[str, torch.Tensor],
     calibrated: Mapping[str, Blockwise] | None = None,
+    ranges: Mapping[str, float] | None = None,
     on_weight: Callable[[str], None] | None = None,
 ) -> StoredWeights:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
@@ -73,6 +75,7 @@ def store_weights(
         attention: names of the weights that project for attention.
         constants: values of initializers that are not in the checkpoint.
         calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
+        ranges: largest magnitudes of the inputs of projections that become float8 numbers, by the same names.
         on_weight: called with the name of each tensor as it is stored.
 
     Returns:
@@ -127,6 +130,8 @@ def store_weights(
                         )
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
+                elif name in (ranges or {}):
+                    quantised = quantize_rows_to_float8(read(name), (ranges or {})[name])
                 else:
                     bits = weight_format.projection_bits(attention=name in attention)
                     if weight is head:
@@ -139,7 +144,7 @@ def store_weights(
                     )
                     if weight is not head and quantised.bits != weight_format.bits:
                         mixed[name] = quantised.bits
-                sizes[quantised.block_size if quantised.block_size in BLOCK_SIZES else None] += 1
+                sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
                 if weight is head:
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
                     replace(model, gather, nodes.tied_lookup(model, gather.inputs[1], name, quantised, dtype))

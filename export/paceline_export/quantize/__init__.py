@@ -19,6 +19,8 @@ class WeightFormat:
         tied_bits: of an LM head that is the embedding table, too, which both read. Where the table is coarser than 8
             bits, every layer pays for it.
         symmetric: whether blocks of `bits` have no zero point; those of 8 bits have none in any case.
+        float8: whether projections and what they read are float8 numbers (e4m3), for which a text must tell how large
+            the latter get. An LM head, which no text is run through, and the embedding table are integers.
     """
 
     dtype: str
@@ -27,6 +29,7 @@ class WeightFormat:
     embedding_bits: int | None
     tied_bits: int | None
     symmetric: bool
+    float8: bool = False
 
     def projection_bits(self, *, attention: bool) -> int | None:
         """Bits of a projection, for attention or not."""
