@@ -16,7 +16,7 @@ RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2", "paceline"}
 OPTIONAL = {("runtime/paceline/grammar.py", "llguidance")}
 EXPORT_ONLY = {"torch", "transformers", "onnx"}
 # What export may take from the runtime; parity and quality are measured with the runtime itself.
-BUNDLE = {"paceline.bundle", "paceline.errors", "paceline.__version__"}
+BUNDLE = {"paceline.bundle", "paceline.engines", "paceline.errors", "paceline.__version__"}
 
 
 def imported(source: str) -> Iterator[str]:

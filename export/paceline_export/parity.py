@@ -85,8 +85,8 @@ class Tolerance:
 
 
 # By the arithmetic of the products, not by the weights: torch computes with the very weights that are stored.
-# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block. "fp8" is a graph whose
-# own operators round them, by fixed scales.
+# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block. "fp8" is a graph that
+# rounds them by operators of its own.
 TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-6, 2e-3),
     "fp16": Tolerance(0.2, 1e-3, 0.1),

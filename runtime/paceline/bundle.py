@@ -45,6 +45,7 @@ __all__ = [
     "TextQuality",
     "TokenizerEntry",
     "build_dataclass",
+    "check_safe_path",
     "file_sha256",
 ]
 
@@ -258,7 +259,7 @@ class EngineEntry:
 
     path: str
     model: Literal["target", "draft"]
-    backend: Literal["tensorrt-rtx"]
+    backend: Literal["tensorrt-rtx", "tensorrt"]
     backend_version: str
     sm: str
     precision: str

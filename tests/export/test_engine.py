@@ -15,10 +15,12 @@ from small_trt import LAYERS, small_profiles, write_small_graph
 from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle, EngineProfile
+from paceline.engines import find_engine
 from paceline.errors import BuildError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS
 from paceline_export.engine.build import Plan, build_plan
 from paceline_export.engine.bundle import build_engines
+from paceline_export.engine.profiles import ProfileRows
 from paceline_export.export import export_bundle
 from paceline_export.source import resolve
 
@@ -128,12 +130,12 @@ def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen2 in fp16, and itself in int4 as its draft."""
+    """A tied Qwen2 in int4, and itself in fp8 as its draft."""
     folder = tmp_path_factory.mktemp("qwen2")
     config = transformers.Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True))
     source = resolve(str(tiny_checkpoint(folder / "model", config)))
     options: dict[str, Any] = {"calibration": "none", "quality": False, "draft_vocab": 200}
-    export_bundle(source, source, folder / "bundle", flavor="trt", precision="fp16", draft_precision="int4", **options)
+    export_bundle(source, source, folder / "bundle", flavor="trt", precision="int4", draft_precision="fp8", **options)
     return folder / "bundle"
 
 
@@ -142,7 +144,8 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
     bundle = Bundle.open(pair)
     report = build_engines(
         bundle,
-        ["8.0", "8.9"],
+        ["8.9", "12.0"],
+        profile_rows=[ProfileRows("target", "long", (64, 128, 128))],
         max_length=128,
         max_draft_tokens=4,
         max_batch=3,
@@ -152,14 +155,16 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
     again = Bundle.open(pair, verify_hashes=True).manifest
     assert again.engines == tuple(engine.entry for engine in report.engines)
     assert [(entry.model, entry.sm, entry.precision) for entry in again.engines] == [
-        ("target", "8.0", "fp16"),
-        ("draft", "8.0", "int4"),
-        ("target", "8.9", "fp16"),
-        ("draft", "8.9", "int4"),
+        ("target", "8.9", "int4"),
+        ("draft", "8.9", "fp8"),
+        ("target", "12.0", "int4"),
+        ("draft", "12.0", "fp8"),
     ]
     for engine in report.engines:
         assert engine.findings == ()
-        assert [profile.fused_attention for profile in engine.profiles] == [engine.attention] * 2 == [2, 2]
+        names = ["verify", "prefill", "long"] if engine.entry.model == "target" else ["step", "prefill"]
+        assert [(profile.name, profile.fused_attention) for profile in engine.profiles] == [(name, 2) for name in names]
+        assert engine.attention == 2
         assert engine.bytes == again.files[engine.entry.path].size
         model = again.target if engine.entry.model == "target" else again.draft
         assert model is not None
@@ -167,37 +172,48 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
         assert engine.entry.profiles[0].shapes["past_key_values.0.key"][2] == (3, 2, 128, 64)
         assert engine.entry.weight_bytes
         assert engine.entry.activation_bytes
-    assert stages[0] == "target, compute capability 8.0"
+        version = engine.entry.backend_version
+        where = find_engine(
+            Bundle.open(pair), engine.entry.model, backend=RTX.name, backend_version=version, sm=engine.entry.sm
+        )
+        assert where == (pair / engine.entry.path, engine.entry)
+    assert stages[0] == "target, compute capability 8.9"
     assert stages[-1] == "list the engines"
 
 
 def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pair: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"compute capability '7\.5' cannot hold int4"):
         build_engines(Bundle.open(pair), ["8.9", "7.5"])
+    with pytest.raises(InvalidInputError, match=r"compute capability '8\.6' cannot hold fp8"):
+        build_engines(Bundle.open(pair), ["8.9", "8.6"])
 
 
 def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import paceline_export.engine.bundle as module
 
     def fail_second(*args: Any, **options: Any) -> Plan:
-        if options["sm"] == "8.9":
+        if options["sm"] == "12.0":
             raise BuildError("no")
         return build_plan(*args, **options)
 
     monkeypatch.setattr(module, "build_plan", fail_second)
     with pytest.raises(BuildError, match="no"):
-        build_engines(Bundle.open(pair), ["8.6", "8.9"], max_length=128, out=tmp_path / "out")
+        build_engines(Bundle.open(pair), ["8.9", "12.0"], max_length=128, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "int4"])
+@pytest.mark.parametrize("precision", ["fp16", "fp8", "int4"])
 def test_smollm2_builds_strictly_for_every_gpu(precision: str, tmp_path: Path) -> None:
     """Draft and target, with their profiles, in the memory of a small machine."""
     source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
-    options: dict[str, Any] = {"calibration": "none", "quality": False, "max_length": 2048}
+    options: dict[str, Any] = {"quality": False, "max_length": 2048}
+    options |= {"calibration": "none"} if precision == "int4" else {}
     export_bundle(source, source, tmp_path / "bundle", flavor="trt", precision=precision, **options)
-    report = build_engines(Bundle.open(tmp_path / "bundle"), ["8.0", "8.6", "8.9", "12.0"])
-    assert len(report.engines) == 8
+    sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
+    report = build_engines(Bundle.open(tmp_path / "bundle"), sms)
+    assert len(report.engines) == 2 * len(sms)
     assert all(profile.fused_attention == 30 for engine in report.engines for profile in engine.profiles)
+    # Few-bit weights are multiplied as they are: written out as floats, SmolLM2's take more than 100 MB.
+    assert all((engine.entry.activation_bytes or 0) < 50e6 for engine in report.engines)
     assert report.peak_memory < 4e9

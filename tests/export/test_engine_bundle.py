@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.bundle import Bundle, EngineEntry, EngineProfile, ModelEntry, SourceEntry, TensorSpec
+from paceline.engines import INDEX_NAME, read_index
 from paceline.errors import BundleError, InstallationError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS, find_backend
 from paceline_export.engine.bundle import build_engines
-from paceline_export.engine.profiles import make_profiles
-from paceline_export.engine.store import INDEX_NAME, EngineStore, read_index
+from paceline_export.engine.device import compute_capability
+from paceline_export.engine.profiles import ProfileRows, make_profiles
+from paceline_export.engine.store import EngineStore
 
 RTX = BACKENDS["tensorrt-rtx"]
 PAST = [f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
@@ -80,13 +84,14 @@ def test_pieces_of_a_prompt_are_no_longer_than_the_caches() -> None:
     ],
 )
 def test_numbers_that_make_no_profile_are_refused(change: dict[str, int], message: str) -> None:
-    numbers = {"max_length": 512, "max_draft_tokens": 4, "max_batch": 1} | change
+    numbers: dict[str, Any] = {"max_length": 512, "max_draft_tokens": 4, "max_batch": 1} | change
     with pytest.raises(InvalidInputError, match=message):
         make_profiles(ENTRY, "target", **numbers)
 
 
 @pytest.mark.parametrize(
-    ("sm", "precision"), [("7.5", "bf16"), ("7.5", "int4"), ("9.0", "fp16"), ("8.9", "fp32"), ("x", "fp16")]
+    ("sm", "precision"),
+    [("7.5", "bf16"), ("7.5", "int4"), ("8.6", "fp8"), ("9.0", "fp16"), ("8.9", "fp32"), ("x", "fp16")],
 )
 def test_what_a_gpu_cannot_hold_is_refused_with_the_table(sm: str, precision: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
@@ -97,12 +102,13 @@ def test_what_a_gpu_cannot_hold_is_refused_with_the_table(sm: str, precision: st
 
 
 def test_what_a_gpu_can_hold_is_not() -> None:
-    for sm, precision in (("7.5", "int8"), ("8.0", "int4"), ("8.6", "bf16"), ("12.1", "fp16")):
+    for sm, precision in (("7.5", "int8"), ("8.0", "int4"), ("8.6", "bf16"), ("8.9", "fp8"), ("12.1", "fp16")):
         RTX.check_target(sm, precision)
+    BACKENDS["tensorrt"].check_target("9.0", "fp8")  # which TensorRT-RTX does not build for
 
 
 def test_a_backend_that_is_not_there_says_how_to_get_it() -> None:
-    with pytest.raises(InvalidInputError, match="Unknown backend 'x': expected one of tensorrt-rtx"):
+    with pytest.raises(InvalidInputError, match="Unknown backend 'x': expected one of tensorrt-rtx, tensorrt"):
         find_backend("x")
     with pytest.raises(
         InstallationError, match=r"No module named 'no_such'.*Install it: pip install 'paceline\[trt\]'"
@@ -112,6 +118,95 @@ def test_a_backend_that_is_not_there_says_how_to_get_it() -> None:
         dataclasses.replace(RTX, module="json").load()
 
 
+def test_profiles_can_be_given() -> None:
+    given = (
+        ProfileRows("target", "verify", (1, 3, 4)),
+        ProfileRows("target", "long", (128, 512, 512)),
+        ProfileRows("draft", "step", (1, 2, 2)),
+    )
+    numbers: dict[str, Any] = {"max_length": 512, "max_draft_tokens": 5, "max_batch": 1}
+    profiles = {profile.name: profile.shapes for profile in make_profiles(ENTRY, "target", **numbers, given=given)}
+    assert list(profiles) == ["verify", "prefill", "long"]
+    assert {name: tuple(shape[1] for shape in shapes["input_ids"]) for name, shapes in profiles.items()} == {
+        "verify": (1, 3, 4),
+        "prefill": (1, 256, 256),  # which also serves 5 and 6 rows
+        "long": (128, 512, 512),
+    }
+    assert [shape[1] for shape in profiles["long"]["logits_indices"]] == [1, 6, 6]
+    step, _ = make_profiles(ENTRY, "draft", **numbers, given=given)
+    assert step.shapes["input_ids"] == ((1, 1), (1, 2), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            [("target", "verify", (2, 6, 6)), ("target", "prefill", (16, 64, 64))],
+            "No profile of the target is for 1 ro",
+        ),
+        ([("target", "prefill", (1, 256, 1024))], "target:prefill is for 1024 rows, and the caches have 512 positions"),
+    ],
+)
+def test_given_profiles_must_serve_a_round(given: list[tuple[str, str, tuple[int, int, int]]], message: str) -> None:
+    rows = [ProfileRows(*each) for each in given]
+    with pytest.raises(InvalidInputError, match=message):
+        make_profiles(ENTRY, "target", max_length=512, max_draft_tokens=5, max_batch=1, given=rows)
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2), (3, 2, 4), (1, 4, 2)])
+def test_rows_of_a_profile_rise(rows: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidInputError, match="expected a least, a usual and a largest number from 1 on"):
+        ProfileRows("target", "x", rows)
+
+
+class Driver:
+    """Answers as NVIDIA's driver does; what it gives back goes through the pointers that it is handed."""
+
+    def __init__(self, *, status: int = 0, count: int = 1) -> None:
+        self.status, self.count = status, count
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self.status
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = self.count
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        value._obj.value = {75: 9, 76: 0}[attribute]
+        return 0
+
+
+def test_the_gpu_at_hand_is_asked_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver, message in ((Driver(status=100), r"finds no GPU \(error 100\)"), (Driver(count=0), "finds no GPU")):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, driver=driver: driver)
+        with pytest.raises(InstallationError, match=message):
+            compute_capability()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert compute_capability() == "9.0"
+
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: cannot open")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    with pytest.raises(InstallationError, match=r"no NVIDIA driver on this machine \(libcuda\.so\.1: cannot open\)"):
+        compute_capability()
+
+
+def test_tensorrt_builds_for_the_gpu_at_hand_alone(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = Bundle(damaged, dataclasses.replace(Bundle.open(damaged).manifest, target=ENTRY, draft=None))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    with pytest.raises(InvalidInputError, match=r"alone, whose compute capability is 9\.0, got 8\.6\. Leave --sm out"):
+        build_engines(bundle, ["8.6"], backend="tensorrt")
+    monkeypatch.setitem(BACKENDS, "tensorrt", dataclasses.replace(BACKENDS["tensorrt"], module="no_such"))
+    for sms in (None, ["9.0"]):
+        with pytest.raises(InstallationError, match=r"tensorrt-cu13 --extra-index-url"):
+            build_engines(bundle, sms, backend="tensorrt")
+
+
 def test_graphs_of_another_flavour_and_useless_options_are_refused(damaged: Path) -> None:
     bundle = Bundle.open(damaged)
     with pytest.raises(InvalidInputError, match=r"graph is of the flavour ort, .* export the models with --flavor trt"):
@@ -119,6 +214,8 @@ def test_graphs_of_another_flavour_and_useless_options_are_refused(damaged: Path
     trt = Bundle(damaged, dataclasses.replace(bundle.manifest, target=ENTRY, draft=None))
     for options, message in (
         ({"sms": []}, "different compute capabilities, got none"),
+        ({"sms": None}, r"it must be told which: --sm with some of 7\.5, 8\.0,"),
+        ({"profile_rows": [ProfileRows("draft", "step", (1, 1, 2))]}, "names the model 'draft'; expected target"),
         ({"sms": ["8.9", "8.9"]}, "different compute capabilities, got 8.9, 8.9"),
         ({"timing_cache": Path("x")}, "tensorrt-rtx times no kernels when it builds; leave it out"),
         ({"workspace": 0}, "workspace must be a positive number of bytes, got 0"),

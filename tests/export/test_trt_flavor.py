@@ -302,9 +302,11 @@ def test_a_graph_cannot_be_lengthened(length: int, plain: Bundle) -> None:
 def test_a_flavour_says_which_precisions_it_has() -> None:
     assert {name: list(flavor.precisions) for name, flavor in FLAVORS.items()} == {
         "ort": ["fp32", "fp16", "int8", "int4"],
-        "trt": ["fp16", "bf16", "int8", "int4"],
+        "trt": ["fp16", "bf16", "fp8", "int8", "int4"],
     }
-    with pytest.raises(InvalidInputError, match="'fp32' for the flavour trt: expected one of fp16, bf16, int8, int4"):
+    with pytest.raises(
+        InvalidInputError, match="'fp32' for the flavour trt: expected one of fp16, bf16, fp8, int8, int4"
+    ):
         find_flavor("trt").weight_format("fp32")
     with pytest.raises(InvalidInputError, match="Unknown flavour 'x': expected one of ort, trt"):
         find_flavor("x")

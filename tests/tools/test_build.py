@@ -13,6 +13,7 @@ from paceline.bundle import Bundle, EngineEntry, EngineProfile
 from paceline.errors import BuildError
 from paceline_export.engine.build import ProfileReport
 from paceline_export.engine.bundle import BuildReport, EngineReport
+from paceline_export.engine.profiles import ProfileRows
 
 from .conftest import Invoke, write_table_bundle
 
@@ -49,6 +50,7 @@ def test_all_options_arrive(invoke: Invoke, seen: dict[str, Any], bundle: Path, 
     result = invoke(
         *("build", bundle, "--backend", "tensorrt-rtx", "--sm", "8.6,12.0", "--max-length", 2048),
         *("--max-draft-tokens", 4, "--max-batch", 2, "--workspace", "1.5GiB", "--timing-cache", tmp_path / "timings"),
+        *("--profile", "target:verify=1,5,9", "--profile", "draft:long=64,256,512"),
         *("--no-strict", "-o", tmp_path / "out"),
     )
     assert result.exit_code == 0, result.output
@@ -60,6 +62,10 @@ def test_all_options_arrive(invoke: Invoke, seen: dict[str, Any], bundle: Path, 
         "max_length": 2048,
         "max_draft_tokens": 4,
         "max_batch": 2,
+        "profile_rows": (
+            ProfileRows("target", "verify", (1, 5, 9)),
+            ProfileRows("draft", "long", (64, 256, 512)),
+        ),
         "workspace": 3 << 29,
         "timing_cache": tmp_path / "timings",
         "strict": False,
@@ -71,6 +77,7 @@ def test_all_options_arrive(invoke: Invoke, seen: dict[str, Any], bundle: Path, 
 def test_the_report(invoke: Invoke, seen: dict[str, Any], bundle: Path) -> None:
     result = invoke("build", bundle, "--sm", "8.9")
     assert (seen["strict"], seen["max_length"], seen["max_draft_tokens"], seen["max_batch"]) == (True, None, 8, 1)
+    assert seen["profile_rows"] == ()
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     for line in (
         "engine time on disk weights",
@@ -95,10 +102,16 @@ def test_json_is_one_document(invoke: Invoke, seen: dict[str, Any], bundle: Path
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "Missing option '--sm'"),
+        ([], "flavour ort, which TensorRT cannot read"),
+        (["--sm", "8.9", "--profile", "verify=1,5,9"], "got 'verify=1,5,9'; MODEL:NAME=LEAST,USUAL,MOST is expected"),
+        (["--sm", "8.9", "--profile", "target:verify=9,5,1"], "expected a least, a usual and a largest number"),
+        (
+            ["--sm", "8.9", "--profile", "target:v=1,5,9", "--profile", "target:v=1,5,9"],
+            "--profile names a profile twice",
+        ),
         (["--sm", "89"], "got '89'; different compute capabilities with commas between them are expected"),
         (["--sm", "8.9,8.9"], "got '8.9,8.9'; different compute capabilities"),
-        (["--sm", "8.9", "--backend", "openvino"], "'openvino' is not 'tensorrt-rtx'"),
+        (["--sm", "8.9", "--backend", "openvino"], "'openvino' is not one of 'tensorrt-rtx', 'tensorrt'"),
         (["--sm", "8.9", "--workspace", "much"], "got 'much'; a size such as 512MB or 2GB is expected"),
         (["--sm", "8.9", "--workspace", "0"], "got '0'; a size such as"),
         (

@@ -18,6 +18,7 @@ __all__ = [
     "FOLDER",
     "NUMBERS",
     "OUTPUT_FILE",
+    "PROFILE",
     "SIZE",
     "SOURCE",
     "THREADS",
@@ -158,6 +159,26 @@ class Capabilities(click.ParamType[tuple[str, ...]]):
         return found
 
 
+class Profile(click.ParamType[tuple[str, str, tuple[int, int, int]]]):
+    """A profile of an engine: model, name, and numbers of rows."""
+
+    name = "profile"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str, tuple[int, int, int]]:
+        """Check the profile."""
+        found = re.fullmatch(r"(target|draft):([a-z0-9_-]+)=(\d{1,9}),(\d{1,9}),(\d{1,9})", str(value))
+        if found is None:
+            self.fail(
+                f"got {value!r}; MODEL:NAME=LEAST,USUAL,MOST is expected, such as target:verify=1,5,9: target or "
+                "draft, a name in small letters, and numbers of rows.",
+                param,
+                ctx,
+            )
+        return found[1], found[2], (int(found[3]), int(found[4]), int(found[5]))
+
+
 class Size(click.ParamType[int]):
     """A number of bytes, with a unit or without."""
 
@@ -174,6 +195,7 @@ class Size(click.ParamType[int]):
 
 _UNITS = {"B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CAPABILITIES = Capabilities()
+PROFILE = Profile()
 SIZE = Size()
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
 CACHE_DIR = FilledPath(file_okay=False, path_type=Path)

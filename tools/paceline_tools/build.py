@@ -11,7 +11,7 @@ import click
 
 from paceline import Bundle
 
-from .arguments import CAPABILITIES, FOLDER, OUTPUT_FILE, SIZE
+from .arguments import CAPABILITIES, FOLDER, OUTPUT_FILE, PROFILE, SIZE
 from .progress import stages
 from .tables import duration, size, table
 
@@ -25,24 +25,33 @@ __all__ = ["command"]
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--backend",
-    type=click.Choice(["tensorrt-rtx"]),
+    type=click.Choice(["tensorrt-rtx", "tensorrt"]),
     default="tensorrt-rtx",
     show_default=True,
-    help="What builds; it needs no GPU.",
+    help="What builds: tensorrt-rtx needs no GPU; tensorrt builds for the one at hand.",
 )
 @click.option(
     "--sm",
     "sms",
     metavar="LIST",
     type=CAPABILITIES,
-    required=True,
-    help="Compute capabilities of the GPUs to build for, such as 8.6,8.9. An engine serves its own alone.",
+    help="Compute capabilities of the GPUs to build for, such as 8.6,8.9; tensorrt-rtx must be told. An engine serves "
+    "its own alone.",
 )
 @click.option("--max-length", metavar="N", type=int, help="Positions of the caches.  [default: the graphs']")
 @click.option(
     "--max-draft-tokens", metavar="K", type=int, default=8, show_default=True, help="Most drafted tokens of a round."
 )
 @click.option("--max-batch", metavar="N", type=int, default=1, show_default=True, help="Most texts at once.")
+@click.option(
+    "--profile",
+    "profiles",
+    metavar="SPEC",
+    type=PROFILE,
+    multiple=True,
+    help="A range of rows to build for, instead of the profile of its name or beside all: MODEL:NAME=LEAST,USUAL,MOST, "
+    "such as target:verify=1,5,9. May be given several times.",
+)
 @click.option(
     "--workspace", metavar="SIZE", type=SIZE, help="Scratch memory of a kernel, at most, such as 512MB.  [default: all]"
 )
@@ -60,10 +69,11 @@ __all__ = ["command"]
 def command(
     folder: Path,
     backend: str,
-    sms: tuple[str, ...],
+    sms: tuple[str, ...] | None,
     max_length: int | None,
     max_draft_tokens: int,
     max_batch: int,
+    profiles: tuple[tuple[str, str, tuple[int, int, int]], ...],
     workspace: int | None,
     timing_cache: Path | None,
     strict: bool,
@@ -76,7 +86,11 @@ def command(
     for pieces of a prompt. Engines appear in the bundle when all of them are complete, or not at all.
     """
     from paceline_export.engine.bundle import build_engines
+    from paceline_export.engine.profiles import ProfileRows
 
+    rows = tuple(ProfileRows(*profile) for profile in profiles)
+    if len({(profile.model, profile.name) for profile in rows}) < len(rows):
+        raise click.UsageError("--profile names a profile twice; give each its rows once.")
     bundle = Bundle.open(folder, verify_hashes=True)  # an engine says which graph it is of
     with stages() as on_progress:
         report = build_engines(
@@ -86,6 +100,7 @@ def command(
             max_length=max_length,
             max_draft_tokens=max_draft_tokens,
             max_batch=max_batch,
+            profile_rows=rows,
             workspace=workspace,
             timing_cache=timing_cache,
             strict=strict,

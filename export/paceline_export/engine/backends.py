@@ -25,7 +25,8 @@ class Backend:
         module: what is imported.
         mend: how to install it.
         targets: precisions that a GPU's engine can have, by its compute capability.
-        times_kernels: whether a build times kernels, so that a cache of timings serves the next one.
+        times_kernels: whether a build times kernels: then it needs the GPU that it builds for, and a cache of timings
+            serves the next one.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Backend:
 
 # Capabilities 9.0 and 10.x (H100, H200, B200) are not among what TensorRT-RTX builds for. What each precision needs is
 # NVIDIA's: bfloat16 and 4-bit weights Ampere, float8 Ada.
+_NVIDIA = "https://pypi.nvidia.com"  # on PyPI, these packages are stubs, or parts without a builder
 BACKENDS = {
     "tensorrt-rtx": Backend(
         name="tensorrt-rtx",
@@ -78,6 +80,17 @@ BACKENDS = {
         mend="pip install 'paceline[trt]', or tensorrt-rtx from PyPI",
         targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
         times_kernels=False,
+    ),
+    "tensorrt": Backend(
+        name="tensorrt",
+        module="tensorrt",
+        mend=f"pip install tensorrt-cu13 --extra-index-url {_NVIDIA}, on the machine with the GPU",
+        targets={
+            "7.5": _ALWAYS,
+            **dict.fromkeys(("8.0", "8.6", "8.7"), _AMPERE),
+            **dict.fromkeys(("8.9", "9.0", "10.0", "10.3", "12.0", "12.1"), _ADA),
+        },
+        times_kernels=True,
     ),
 }
 

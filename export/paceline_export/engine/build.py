@@ -69,10 +69,11 @@ def build_plan(
     sm: str,
     max_length: int | None = None,
     workspace: int | None = None,
+    timing_cache: Path | None = None,
     strict: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """Build an engine of a graph for a GPU that need not be there.
+    """Build an engine of a graph, for a GPU that need not be there where the backend times no kernels.
 
     Args:
         graph: an ONNX file of the flavour `trt`, its weights beside it.
@@ -81,6 +82,7 @@ def build_plan(
         sm: compute capability, such as `8.9`, one of the backend's.
         max_length: positions of the caches, at most the graph's; None leaves the graph as it is.
         workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
+        timing_cache: file of kernels' timings to read, if it is there, and to write.
         strict: refuse an engine in which something is dropped, unused, inconsistent or not fused.
         on_progress: called with the share of the build that is behind, 0 to 1.
 
@@ -100,7 +102,8 @@ def build_plan(
     what = f"{graph} for compute capability {sm}"
 
     builder = trt.Builder(log)
-    network = builder.create_network(0)
+    # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
         reasons = [str(parser.get_error(i)).strip() for i in range(parser.num_errors)]
@@ -111,18 +114,24 @@ def build_plan(
         _refuse(what, findings)
 
     config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
+    if not backend.times_kernels:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # else the build does not name its kernels
     config.progress_monitor = monitor
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+    if timing_cache is not None:
+        _use_timings(config, timing_cache)
     for profile in profiles:
         _add_profile(builder, network, config, profile, what)
     before = len(log.warnings)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise BuildError(f"{backend.name} cannot build {what}: {'; '.join(log.errors) or 'no reason was given'}")
+    if timing_cache is not None:
+        cache = config.get_timing_cache()
+        timing_cache.write_bytes(memoryview(cache.serialize()))
     findings += suspicious_warnings(log.warnings[before:])
     fused = fused_attention(log.details, len(profiles))
     findings += unfused_attention(fused, attention, profiles)
@@ -170,6 +179,14 @@ def _add_profile(builder: Any, network: Any, config: Any, profile: EngineProfile
         raise BuildError(f"The profile {profile.name!r} does not fit {what}: {error}") from error
     if not accepted:
         raise BuildError(f"The profile {profile.name!r} does not fit {what}: {dict(profile.shapes)!r:.500}")
+
+
+def _use_timings(config: Any, path: Path) -> None:
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    if not config.set_timing_cache(cache, False):
+        raise BuildError(
+            f"The timings in {path} are of another GPU or another version of TensorRT; name a new file, or none."
+        )
 
 
 def _refuse(what: str, findings: Sequence[str]) -> None:

@@ -12,9 +12,10 @@ from typing import Literal, cast
 from paceline.bundle import Bundle, EngineEntry, ModelEntry
 from paceline.errors import InvalidInputError
 
-from .backends import find_backend
+from .backends import Backend, find_backend
 from .build import ProfileReport, build_plan
-from .profiles import make_profiles
+from .device import compute_capability
+from .profiles import ProfileRows, make_profiles
 from .store import EngineStore
 
 __all__ = ["DEFAULT_MAX_DRAFT_TOKENS", "BuildReport", "EngineReport", "build_engines"]
@@ -51,12 +52,13 @@ class BuildReport:
 
 def build_engines(
     bundle: Bundle,
-    sms: Sequence[str],
+    sms: Sequence[str] | None,
     *,
     backend: str = "tensorrt-rtx",
     max_length: int | None = None,
     max_draft_tokens: int = DEFAULT_MAX_DRAFT_TOKENS,
     max_batch: int = 1,
+    profile_rows: Sequence[ProfileRows] = (),
     workspace: int | None = None,
     timing_cache: Path | None = None,
     strict: bool = True,
@@ -67,11 +69,12 @@ def build_engines(
 
     Args:
         bundle: of the flavour `trt`.
-        sms: compute capabilities, such as `8.9`.
+        sms: compute capabilities, such as `8.9`; None is that of the GPU at hand, for backends that need it.
         backend: what builds, a key of `BACKENDS`.
         max_length: positions of the caches, at most the graphs'; None takes the graphs'. A draft may have fewer.
         max_draft_tokens: most drafted tokens of a round.
         max_batch: most sequences of a batch.
+        profile_rows: profiles beside, or instead of, those of a speculative round; see `make_profiles`.
         workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
         timing_cache: file of kernels' timings to read and extend, for backends that time kernels.
         strict: refuse an engine in which something is dropped, unused, inconsistent or not fused.
@@ -80,15 +83,14 @@ def build_engines(
 
     Raises:
         InvalidInputError: an argument that cannot be honoured, such as a GPU that cannot hold the precision.
-        InstallationError: the backend is not installed.
+        InstallationError: the backend is not installed, or needs a GPU that is not there.
         BuildError: a graph that cannot be built, or that a strict build refuses. Nothing is kept.
     """
     started = time.perf_counter()
     report = on_progress or (lambda stage, done: None)
     builder = find_backend(backend)
     models = _models(bundle)
-    if not sms or len(set(sms)) < len(sms):
-        raise InvalidInputError(f"sms must be different compute capabilities, got {', '.join(sms) or 'none'}.")
+    sms = _gpus(builder, sms)
     for sm in sms:
         for model in models.values():
             builder.check_target(sm, model.precision)
@@ -102,10 +104,17 @@ def build_engines(
     lengths = {which: _length(model, which, max_length) for which, model in models.items()}
     profiles = {
         which: make_profiles(
-            model, which, max_length=lengths[which], max_draft_tokens=max_draft_tokens, max_batch=max_batch
+            model,
+            which,
+            max_length=lengths[which],
+            max_draft_tokens=max_draft_tokens,
+            max_batch=max_batch,
+            given=profile_rows,
         )
         for which, model in models.items()
     }
+    if unknown := {given.model for given in profile_rows} - set(models):
+        raise InvalidInputError(f"profile_rows names the model {sorted(unknown)[0]!r}; expected {' or '.join(models)}.")
     builder.load()
     found = []
     jobs = [(sm, which, model) for sm in sms for which, model in models.items()]
@@ -120,6 +129,7 @@ def build_engines(
                 sm=sm,
                 max_length=lengths[which],
                 workspace=workspace,
+                timing_cache=timing_cache,
                 strict=strict,
                 on_progress=lambda share, stage=stage, i=i: report(stage, (i + share) / len(jobs)),  # type: ignore[misc]
             )
@@ -127,7 +137,7 @@ def build_engines(
             entry = EngineEntry(
                 path="",
                 model=which,
-                backend=cast(Literal["tensorrt-rtx"], builder.name),
+                backend=cast(Literal["tensorrt-rtx", "tensorrt"], builder.name),
                 backend_version=plan.backend_version,
                 sm=sm,
                 precision=model.precision,
@@ -150,6 +160,26 @@ def build_engines(
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         engines=tuple(EngineReport(entry, *rest) for entry, rest in zip(entries, found, strict=True)),
     )
+
+
+def _gpus(backend: Backend, sms: Sequence[str] | None) -> Sequence[str]:
+    """The compute capabilities to build for, as far as the backend can without their GPUs."""
+    if sms is not None and (not sms or len(set(sms)) < len(sms)):
+        raise InvalidInputError(f"sms must be different compute capabilities, got {', '.join(sms) or 'none'}.")
+    if not backend.times_kernels:
+        if sms is None:
+            raise InvalidInputError(
+                f"{backend.name} builds for GPUs that need not be there, so it must be told which: --sm with some of "
+                f"{', '.join(backend.targets)}."
+            )
+        return sms
+    here = compute_capability()
+    if sms is not None and list(sms) != [here]:
+        raise InvalidInputError(
+            f"{backend.name} builds for the GPU at hand alone, whose compute capability is {here}, got "
+            f"{', '.join(sms)}. Leave --sm out, or build ahead of time with --backend tensorrt-rtx."
+        )
+    return [here]
 
 
 def _models(bundle: Bundle) -> dict[_Which, ModelEntry]:

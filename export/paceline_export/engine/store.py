@@ -12,24 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, build_dataclass, file_sha256
+from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, file_sha256
+from paceline.engines import INDEX_NAME, EngineIndex, read_index
 from paceline.errors import InvalidInputError, PacelineError
 
-__all__ = ["INDEX_NAME", "EngineIndex", "EngineStore", "read_index"]
-
-INDEX_NAME = "engines.json"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineIndex:
-    """What `engines.json` says: engines, and the size and hash of their files, by paths relative to it."""
-
-    engines: tuple[EngineEntry, ...]
-    files: Mapping[str, FileEntry]
+__all__ = ["EngineStore"]
 
 
 class EngineStore:
@@ -117,15 +107,6 @@ class EngineStore:
             return (), {}
         index = read_index(self._root)
         return index.engines, index.files
-
-
-def read_index(folder: Path) -> EngineIndex:
-    """Read the list of a folder of engines.
-
-    Raises:
-        BundleError: a field that is missing, unknown or of the wrong type.
-    """
-    return build_dataclass(EngineIndex, json.loads((folder / INDEX_NAME).read_text(encoding="utf-8")), INDEX_NAME)
 
 
 def _exchange(path: Path, text: str) -> None:

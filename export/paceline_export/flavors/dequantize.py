@@ -1,9 +1,9 @@
 """Few-bit weights in standard operators: `DequantizeLinear` in front of `MatMul` and `Gather`, as TensorRT fuses them.
 
 TensorRT takes signed levels without zero points: 4 bits in blocks of 32, 64 or 128 columns, and 8 bits with positive
-scales. It multiplies float8 weights by float8 inputs, which a pair of operators in front rounds; where the inputs are not, it
-writes the weights out as floats, in every step. A block of the checkpoint's or of the calibration's that does not divide the columns is written as smaller ones
-that repeat its scale, so the numbers stay those of the flavour `ort`.
+scales. Float8 weights it multiplies by float8 inputs, which a pair of operators in front rounds; where inputs are not
+rounded, it writes such weights out as floats, in every step. A block of the checkpoint's or of the calibration's that
+does not divide the columns is written as smaller ones that repeat its scale: the same numbers.
 """
 
 from __future__ import annotations

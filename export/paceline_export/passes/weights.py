@@ -109,7 +109,6 @@ def store_weights(
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
-    mixed: dict[str, int] = {}
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
