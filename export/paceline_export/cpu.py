@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from paceline.bundle import ModelEntry, TensorSpec
 from paceline.errors import BundleError
-from paceline.ort import OrtModel, open_session
+from paceline.ort import OrtModel
+from paceline.ort_session import open_session
 
 from .passes.half import to_float16
 from .passes.inputs import leave_inputs

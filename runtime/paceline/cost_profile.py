@@ -45,8 +45,8 @@ class Setup:
 
     Attributes:
         bundle: SHA-256 of the bundle's manifest, which holds the hashes of all its files.
-        provider: key of `paceline.ort.PROVIDERS`.
-        device: name of the processor.
+        provider: key of `paceline.providers.PROVIDERS`.
+        device: name of the processor, or of the GPU.
         cores: that the process may use.
         threads: of the pool that runs the models; 0 is one per physical core.
         onnxruntime: its version.
@@ -173,12 +173,14 @@ def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
     """The setup that a bundle's models run in, once they are loaded: only then the number of threads is settled."""
     import onnxruntime
 
-    from .ort import pool_threads
+    from .cuda import device_name
+    from .ort_session import pool_threads
+    from .providers import find_provider
 
     return Setup(
         bundle=hashlib.sha256((bundle.root / MANIFEST_NAME).read_bytes()).hexdigest(),
         provider=provider,
-        device=cpu_name(),
+        device=device_name() if find_provider(provider).device == "cuda" else cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         threads=pool_threads(),
         onnxruntime=onnxruntime.__version__,

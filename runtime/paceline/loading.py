@@ -29,7 +29,8 @@ def load(
     Args:
         path: folder of the bundle, as `paceline export` writes it.
         threads: threads that both models share; None leaves the number to the runtime.
-        provider: what runs the models, by its name in the providers' table.
+        provider: what runs the models: "cpu", "cuda", "tensorrt", "tensorrt-rtx" or "openvino". Caches and logits lie
+            where it runs. One that does not start raises; nothing falls back to the CPU.
         sampler: "numpy", or "graph" for the bundle's own graphs, which leave the logits where the models wrote them.
         prefix_cache_bytes: of keys and values of finished texts to keep: a prompt that begins like one of them, such
             as the next turn of a chat, skips that part of its prefill. 0 keeps none; see `paceline.PrefixCache`.
@@ -42,7 +43,8 @@ def load(
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format.
-        InstallationError: ONNX Runtime is missing, or installed twice.
+        InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not
+            start.
         InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, or a profile that is no
             path.
         ProfileError: the profile that `profile` names is missing, damaged, or of another setup.

@@ -1,27 +1,28 @@
-"""Run an exported graph with ONNX Runtime: in-place KV caches, bound buffers, one shared thread pool."""
+"""Run an exported graph with ONNX Runtime: in-place KV caches and bound buffers, in host memory or a device's."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import mmap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry
-from .errors import BundleError, InstallationError, InvalidInputError, shown
+from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, on_host
+from .errors import BundleError, InvalidInputError
 from .kv_cache import KVCache, SavedKV
 from .logit_ids import read_logit_ids
+from .ort_session import open_session
+from .providers import PROVIDERS, Provider, find_provider
 
-__all__ = ["PROVIDERS", "OrtKVCache", "OrtModel", "Provider"]
+__all__ = ["OrtKVCache", "OrtModel"]
 
 # Rows per run while a long prompt is fed: bounds the memory of attention scores (heads × rows × length).
 PREFILL_ROWS = 256
@@ -29,20 +30,6 @@ PREFILL_ROWS = 256
 _FULL_ENOUGH = 0.8
 # Bytes of a buffer from which it asks for huge pages, as numpy does for its own.
 _HUGE = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class Provider:
-    """An execution provider of ONNX Runtime: its name there and the session options it wants."""
-
-    name: str
-    session_config: tuple[tuple[str, str], ...] = ()
-
-
-PROVIDERS = {
-    "cpu": Provider("CPUExecutionProvider"),
-}
-
 # Names of dtypes as ONNX Runtime says them.
 _TYPES = {
     "float32": "tensor(float)",
@@ -62,15 +49,12 @@ class _Counter:
 
 
 # By their names in the graphs; each flavour has its own. A graph of the flavour `trt` is made for TensorRT, but its
-# operators are standard ones that this provider runs too, so nothing speaks against binding it.
+# operators are standard ones that ONNX Runtime's CPU provider runs too, so nothing speaks against binding it.
 _COUNTERS = {
     "seqlens_k": _Counter(np.int32, (1,), lambda length, rows: length + rows - 1),
     "total_sequence_length": _Counter(np.int32, (), lambda length, rows: length + rows),
     "write_indices": _Counter(np.int64, (1,), lambda length, rows: length),
 }
-
-_pool_lock = threading.Lock()
-_pool_threads: int | None = None  # size of the process-wide pool once it exists; 0 is one per physical core
 
 
 class OrtKVCache(KVCache):
@@ -79,53 +63,82 @@ class OrtKVCache(KVCache):
     def __init__(self, model: OrtModel, max_length: int) -> None:
         super().__init__(max_length)
         self.model = model
-        entry = model.entry
+        entry, device = model.entry, model.provider.device
         shapes = {spec.name: spec.shape for spec in entry.inputs}
         fixed = shapes[model.past_names[0]][2]  # a number where the graph has caches of one length only
         positions = fixed if isinstance(fixed, int) else max_length
         shape = (1, entry.num_kv_heads, positions, entry.head_size)
-        self.buffers = [_untouched(shape, entry.kv_dtype) for _ in range(2 * entry.num_layers)]
+        self.buffers: list[Any] = [
+            _untouched(shape, entry.kv_dtype) if device is None else DeviceArray.empty(device, shape, entry.kv_dtype)
+            for _ in range(2 * entry.num_layers)
+        ]
         self.binding = model.session.io_binding()
         for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
-            pointer = buffer.ctypes.data
-            self.binding.bind_input(past, "cpu", 0, buffer.dtype.type, shape, pointer)
-            self.binding.bind_output(present, "cpu", 0, buffer.dtype.type, shape, pointer)
+            bind_input(self.binding, past, buffer)
+            bind_output(self.binding, present, buffer)
         counters = {name: _COUNTERS[name] for name in shapes if name in _COUNTERS}
-        self._counters = [(np.zeros(given.shape, given.dtype), given.value) for given in counters.values()]
-        for name, (array, _) in zip(counters, self._counters, strict=True):
-            self._bind(name, array)
-        self._ids = np.empty((1, 0), np.int64)
-        self._reads_in_place = False
+        self._counters = {name: np.zeros(given.shape, given.dtype) for name, given in counters.items()}
+        self._ids: AnyArray = np.empty((1, 0), np.int64)
+        self._reads_in_place = self._stays = False
         self._logits_indices = np.empty(0, np.int64)
         self._indices_shape = (1,) * (len(shapes["logits_indices"]) - 1)  # a graph may have one row of them a sequence
         self._logits = np.empty((0, entry.vocab_size), np.float32)
+        self._device_logits: DeviceArray | None = None
+        self._bind_inputs()
 
-    def prepare(self, ids: NDArray[np.int64], num_logits: int, *, in_place: bool = False) -> NDArray[np.float32]:
+    def prepare(self, ids: AnyArray, num_logits: int, *, in_place: bool = False, stay: bool = False) -> AnyArray:
         """Bind one run's inputs and its logits `[num_logits, vocab_size]`, which are returned to be read afterwards.
 
         Buffers are kept from run to run: where the shapes are those of the run before, nothing is bound again. With
-        `in_place` the graph reads `ids` itself when it runs, not what it holds now.
+        `in_place` the graph reads `ids` itself when it runs, not what it holds now. With `stay` the logits are not
+        brought to the host.
         """
-        rows = len(ids)
-        if in_place or self._reads_in_place or self._ids.shape[1] != rows or len(self._logits_indices) != num_logits:
-            self._reads_in_place = in_place
+        rows, device = len(ids), self.model.provider.device
+        stay = stay and device is not None
+        changed = (
+            in_place
+            or self._reads_in_place
+            or self._stays != stay
+            or self._ids.shape[1] != rows
+            or len(self._logits_indices) != num_logits
+        )
+        if changed:
+            self._reads_in_place, self._stays = in_place, stay
             self._ids = ids[np.newaxis] if in_place else np.empty((1, rows), np.int64)
             self._logits_indices = np.arange(rows - num_logits, rows, dtype=np.int64)
+        if not in_place:
+            cast(NDArray[np.int64], self._ids)[0] = cast(NDArray[np.int64], ids)
+        for name, counter in self._counters.items():
+            counter[...] = _COUNTERS[name].value(self.length, rows)
+        logits = self._room_for_logits(num_logits, device if stay else None)
+        if changed:
+            bind_output(self.binding, "logits", logits[np.newaxis])
+        if changed or self.model.provider.reads_when_bound:
+            self._bind_inputs()
+        return logits
+
+    def _room_for_logits(self, num_logits: int, device: str | None) -> AnyArray:
+        """The first rows of the buffer for logits, which grows where it is too small."""
+        if device is None:
             if len(self._logits) < num_logits:
                 self._logits = np.empty((num_logits, self._logits.shape[1]), np.float32)
-            self._bind("input_ids", self._ids)
-            self._bind("logits_indices", self._logits_indices.reshape(*self._indices_shape, num_logits))
-            logits = self._logits[:num_logits]
-            self.binding.bind_output("logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data)
-        if not in_place:
-            self._ids[0] = ids
-        for array, value in self._counters:
-            array[...] = value(self.length, rows)
-        return self._logits[:num_logits]
+            return self._logits[:num_logits]
+        if self._device_logits is None or len(self._device_logits) < num_logits:
+            self._device_logits = DeviceArray.empty(device, (num_logits, self._logits.shape[1]), np.float32)
+        return self._device_logits[:num_logits]
+
+    def _bind_inputs(self) -> None:
+        indices = self._logits_indices.reshape(*self._indices_shape, -1)
+        for name, array in {"input_ids": self._ids, "logits_indices": indices, **self._counters}.items():
+            if array.shape[-1:] != (0,):  # nothing is bound before the first run
+                bind_input(self.binding, name, array)
 
     def save(self) -> SavedKV:
-        """Give away the buffers, or copies of what they hold where much of them is free; see `KVCache.save`."""
-        buffers = self.buffers
+        """Give away the buffers, or copies of what they hold where much of them is free; see `KVCache.save`.
+
+        What lies on a device is copied to the host, where there is more room.
+        """
+        buffers = [on_host(buffer) for buffer in self.buffers]
         if self.length < _FULL_ENOUGH * self.max_length:
             buffers = [buffer[:, :, : self.length].copy() for buffer in buffers]
         return SavedKV(buffers, sum(buffer.nbytes for buffer in buffers))
@@ -135,18 +148,27 @@ class OrtKVCache(KVCache):
         if self.length:
             raise InvalidInputError(f"Only an empty KV cache can be restored, this one holds {self.length} positions.")
         for mine, other in zip(self.buffers, saved.state, strict=True):
-            mine[:, :, :length] = other[:, :, :length]
+            _fill_first(mine, other[:, :, :length])
         self.advance(length)
 
     def pretend(self, length: int, rng: np.random.Generator) -> None:
         """Become as if `length` positions had been fed, with arbitrary keys and values: to measure times alone."""
         for buffer in self.buffers:
-            buffer[:, :, :length] = rng.standard_normal((*buffer.shape[1:2], length, buffer.shape[3]), np.float32)
+            _, heads, _, head_size = buffer.shape
+            _fill_first(buffer, rng.standard_normal((1, heads, length, head_size), np.float32))
         self.rollback(0)
         self.advance(length)
 
-    def _bind(self, name: str, array: NDArray[Any]) -> None:
-        self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+def _fill_first(buffer: Any, values: NDArray[Any]) -> None:
+    """Fill the first positions of a cache's buffer; on a device the others become zero."""
+    length = values.shape[2]
+    if not isinstance(buffer, DeviceArray):
+        buffer[:, :, :length] = values
+        return
+    whole = np.zeros(buffer.shape, buffer.dtype)
+    whole[:, :, :length] = values
+    buffer.write(whole)
 
 
 def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -167,9 +189,17 @@ def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 class OrtModel:
     """A causal language model run by ONNX Runtime; see `paceline.model.CausalLM`."""
 
-    def __init__(self, session: Any, entry: ModelEntry, logit_ids: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        session: Any,
+        entry: ModelEntry,
+        logit_ids: NDArray[np.int64] | None = None,
+        provider: Provider = PROVIDERS["cpu"],
+    ) -> None:
+        """Run `entry`'s graph with a session that `open_session` has opened for this provider."""
         self.session = session
         self.entry = entry
+        self.provider = provider
         self._logit_ids = logit_ids
         self.past_names = [spec.name for spec in entry.inputs if spec.name.startswith("past_key_values.")]
         self.present_names = [name.replace("past_key_values.", "present.") for name in self.past_names]
@@ -187,9 +217,12 @@ class OrtModel:
 
         Raises:
             InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.
-            InstallationError: ONNX Runtime is missing, installed twice, or lacks the provider.
-            BundleError: the graph cannot be loaded or does not match the manifest.
+            InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not
+                start.
+            BundleError: the graph cannot be loaded, does not match the manifest, or the provider cannot update its KV
+                caches where they lie.
         """
+        row = find_provider(provider)
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
@@ -200,8 +233,11 @@ class OrtModel:
             )
         logit_ids = read_logit_ids(bundle, entry)
         session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
-        model = cls(session, entry, logit_ids)
+        model = cls(session, entry, logit_ids, row)
         model._check_against_manifest(bundle.root)
+        if provider != "cpu":
+            model._check_attention(bundle.root)
+            model._check_in_place(bundle.root)
         return model
 
     @property
@@ -231,6 +267,13 @@ class OrtModel:
 
     def forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> NDArray[np.float32]:
         """Feed `tokens` behind what `cache` holds; see `paceline.model.CausalLM.forward`."""
+        return cast(NDArray[np.float32], self._forward(tokens, cache, num_logits, stay=False))
+
+    def forward_resident(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> AnyArray:
+        """As `forward`, with logits that stay on the device, where the provider has one."""
+        return self._forward(tokens, cache, num_logits, stay=True)
+
+    def _forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int, *, stay: bool) -> AnyArray:
         if not isinstance(cache, OrtKVCache) or cache.model is not self:
             raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
         count = len(tokens)
@@ -250,25 +293,25 @@ class OrtModel:
         position = 0
         while position < count - last:
             step = min(PREFILL_ROWS, count - last - position)
-            self._run(ids[position : position + step], cache, 1)
+            self._run(ids[position : position + step], cache, 1, stay=stay)
             position += step
-        return self._run(ids[position:], cache, num_logits)
+        return self._run(ids[position:], cache, num_logits, stay=stay)
 
-    def forward_in_place(self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int) -> NDArray[np.float32]:
-        """As `forward`, in one piece, with ids that other graphs have written: they are not looked at.
+    def forward_in_place(self, ids: AnyArray, cache: OrtKVCache, num_logits: int) -> AnyArray:
+        """As `forward_resident`, in one piece, with ids that other graphs have written: they are not looked at.
 
         Args:
             ids: `[count]`, ids of the vocabulary.
             cache: made by this model's `new_cache`, with room for them.
             num_logits: between 1 and `count`.
         """
-        return self._run(ids, cache, num_logits, in_place=True)
+        return self._run(ids, cache, num_logits, in_place=True, stay=True)
 
     def _run(
-        self, ids: NDArray[np.int64], cache: OrtKVCache, num_logits: int, *, in_place: bool = False
-    ) -> NDArray[np.float32]:
+        self, ids: AnyArray, cache: OrtKVCache, num_logits: int, *, in_place: bool = False, stay: bool = False
+    ) -> AnyArray:
         """One run of the graph over at most a piece of the input."""
-        logits = cache.prepare(ids, num_logits, in_place=in_place)
+        logits = cache.prepare(ids, num_logits, in_place=in_place, stay=stay)
         start = time.perf_counter()
         try:
             self.session.run_with_iobinding(cache.binding)
@@ -292,102 +335,36 @@ class OrtModel:
                     f"{root}: the {kind}s of {self.entry.path} are not those of the manifest; export the bundle again."
                 )
 
-
-def open_session(
-    graph: Path | bytes,
-    *,
-    provider: str = "cpu",
-    threads: int | None = None,
-    session_config: tuple[tuple[str, str], ...] = (),
-) -> Any:
-    """Open an `onnxruntime.InferenceSession` of a graph's file, or of its bytes, on the shared thread pool.
-
-    Raises:
-        InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.
-        InstallationError: ONNX Runtime is missing, installed twice, or lacks the provider.
-        BundleError: ONNX Runtime cannot load the graph.
-    """
-    if not isinstance(provider, str) or provider not in PROVIDERS:
-        raise InvalidInputError(f"Unknown provider {shown(provider)}: expected one of {', '.join(PROVIDERS)}.")
-    row = PROVIDERS[provider]
-    ort = import_onnxruntime()
-    if row.name not in ort.get_available_providers():
-        raise InstallationError(
-            f"ONNX Runtime {ort.__version__} has no {row.name}: it offers {', '.join(ort.get_available_providers())}."
+    def _check_attention(self, root: Path) -> None:
+        """See that attention runs where the KV caches lie: elsewhere every step would copy all of them."""
+        if self.provider.device in (None, "cpu"):
+            return
+        nodes = (
+            (part.ep_name, node.op_type)
+            for part in self.session.get_provider_graph_assignment_info()
+            for node in part.get_nodes()
         )
-    _share_pool(ort, threads)
-    options = ort.SessionOptions()
-    options.use_per_session_threads = False
-    options.log_severity_level = 3
-    for key, value in (*row.session_config, *session_config):
-        options.add_session_config_entry(key, value)
-    try:
-        # Without the fallback, which would try again and print a banner to stdout.
-        session = ort.InferenceSession(
-            graph if isinstance(graph, bytes) else str(graph), options, providers=[row.name], enable_fallback=0
-        )
-    except Exception as error:  # onnxruntime's exceptions share no base class of their own
-        name = "the graph" if isinstance(graph, bytes) else graph
-        raise BundleError(f"ONNX Runtime cannot load {name}: {error}") from error
-    if row.name not in session.get_providers():
-        raise InstallationError(f"{row.name} did not start; ONNX Runtime fell back to {session.get_providers()}.")
-    return session
-
-
-def pool_threads() -> int:
-    """Threads of the pool that the models of this process share; 0 is one per physical core."""
-    return _pool_threads or 0
-
-
-def import_onnxruntime() -> Any:
-    """Import ONNX Runtime, which exactly one installed package must provide.
-
-    Raises:
-        InstallationError: none is installed, or several that overwrite each other's files.
-    """
-    owners = sorted(
-        {
-            name
-            for name in importlib.metadata.packages_distributions().get("onnxruntime", ())
-            if name.startswith("onnxruntime")
-        }
-    )
-    if len(owners) > 1:
-        raise InstallationError(
-            f"{' and '.join(owners)} are both installed and overwrite each other. Uninstall all of them "
-            f"(pip uninstall {' '.join(owners)}), then install one: pip install 'paceline[cpu]' or 'paceline[gpu]'."
-        )
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise InstallationError(
-            f"ONNX Runtime cannot be imported ({error}). Install one of its two packages: "
-            "pip install 'paceline[cpu]' or 'paceline[gpu]'."
-        ) from error
-    return onnxruntime
-
-
-def _share_pool(ort: Any, threads: int | None) -> None:
-    """Create the process-wide thread pool once.
-
-    Two sessions with pools of their own fight for the cores, since idle threads spin: the pair runs 1.6 times slower.
-    """
-    global _pool_threads
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1024):
-        raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {shown(threads)}.")
-    with _pool_lock:
-        if _pool_threads is None:
-            try:
-                ort.set_global_thread_pool_sizes(threads or 0, 1)  # 0: one thread per physical core
-            except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                if threads is not None:
-                    raise InvalidInputError(
-                        f"threads={threads} comes too late: something else in this process has already made ONNX "
-                        "Runtime's global thread pool; leave threads out to share it."
-                    ) from error
-            _pool_threads = threads or 0
-        elif threads is not None and threads != _pool_threads:
-            shared = f"{_pool_threads} threads" if _pool_threads else "one thread per core"
-            raise InvalidInputError(
-                f"threads={threads} comes too late: the models of this process already share {shared}."
+        if ("CPUExecutionProvider", "GroupQueryAttention") in nodes:
+            raise BundleError(
+                f"{root}: {self.provider.name} leaves the attention of {self.entry.path} to the CPU, so each step "
+                f"would copy its {self.entry.kv_dtype} KV caches there and back. On a GPU caches must be float16: "
+                "export the bundle with --precision fp16."
             )
+
+    def _check_in_place(self, root: Path) -> None:
+        """See that a step writes its own positions into the bound buffers, and leaves the others as they are."""
+        mark, cache = 7.5, self.new_cache(min(4, self.max_length))
+        for buffer in cache.buffers:
+            fill(buffer, np.full(buffer.shape, mark, buffer.dtype))
+        seen = []
+        for tokens in ([0], [1, 0]):
+            self.forward(tokens, cache, 1)
+            seen.append([on_host(buffer).copy() for buffer in cache.buffers])
+        for first, second in zip(*seen, strict=True):
+            written = (first[:, :, :1] != mark).any() and (second[:, :, 1:3] != mark).any()
+            kept = (first[:, :, 1:] == mark).all() and (second[:, :, 3:] == mark).all()
+            if not (written and kept and (first[:, :, :1] == second[:, :, :1]).all()):
+                raise BundleError(
+                    f"{root}: {self.provider.name} does not update the KV caches of {self.entry.path} where they lie; "
+                    "load the bundle with another provider."
+                )

@@ -12,12 +12,13 @@ token, which is not seen; the verifier takes what was drafted there as not draft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .constraint import Constraint
+from .device_array import AnyArray, DeviceArray, on_host, placed
 from .drafters import Drafter, DraftModelDrafter
 from .errors import InvalidInputError, ModelOutputError
 from .kv_cache import KVCache
@@ -108,7 +109,7 @@ class GraphDrafter(DraftModelDrafter):
         self._inputs = inputs
         self._graph: BoundGraph = graphs.bound("greedy_draft" if self.greedy else "draft", inputs)
         self._uniform = np.zeros(1, np.int64)
-        self._graph.bind_input("uniform", self._uniform)
+        self._graph.bind_input("uniform", self._uniform, changes=True)
 
     def room(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
         """How many tokens can be drafted behind `tokens`, up to `num_draft_tokens`."""
@@ -125,8 +126,8 @@ class GraphDrafter(DraftModelDrafter):
     def draft(
         self,
         tokens: Sequence[int],
-        ids: NDArray[np.int64],
-        probs: NDArray[np.float32],
+        ids: AnyArray,
+        probs: AnyArray,
         healthy: NDArray[np.bool_],
         streams: Streams,
     ) -> None:
@@ -134,8 +135,8 @@ class GraphDrafter(DraftModelDrafter):
 
         Args:
             tokens: the whole text so far.
-            ids: `[k + 1]`, -1 everywhere; the first k become the drafted tokens.
-            probs: `[k, width]`, becomes the rows they were drawn from, unless drafting is greedy.
+            ids: int64 `[k + 1]`, -1 everywhere; the first k become the drafted tokens.
+            probs: float32 `[k, width]`, becomes the rows they were drawn from, unless drafting is greedy.
             healthy: `[k]`, becomes false where the draft model's logits are no distribution.
             streams: decide.
         """
@@ -144,7 +145,7 @@ class GraphDrafter(DraftModelDrafter):
         self._graph.bind_input("drafted", ids[np.newaxis])
         for step in range(len(healthy)):
             if step == 0:
-                logits = self._graph_model.forward(tokens[self._cache.length :], self._graph_cache, 1)
+                logits = self._graph_model.forward_resident(tokens[self._cache.length :], self._graph_cache, 1)
             else:
                 logits = self._graph_model.forward_in_place(ids[step - 1 : step], self._graph_cache, 1)
             self._graph.bind_input("logits", logits[np.newaxis])
@@ -164,7 +165,8 @@ class GraphRound:
         self._graphs = graphs
         self._inputs = inputs
         self._verifiers: dict[str, BoundGraph] = {}
-        self._probs = np.empty((0, graphs.width), np.float32)
+        self._device = graphs.provider.device
+        self._probs = self._new_probs(0)
 
     def __call__(
         self,
@@ -192,22 +194,22 @@ class GraphRound:
 
         count = drafting.room(tokens, min(num_draft_tokens, limit - 1 - num_forced)) if drafter else 0
         feed = tokens[cache.length :]
-        ids = np.full(len(feed) + count + 1, -1, np.int64)
-        ids[: len(feed)] = feed
-        drafted = ids[len(feed) :]  # [count + 1]
+        ids = placed(np.array([*feed, *[-1] * (count + 1)], np.int64), self._device)
+        resident = ids[len(feed) :]  # [count + 1]
         if len(self._probs) <= count:
-            self._probs = np.empty((count + 1, self._graphs.width), np.float32)
+            self._probs = self._new_probs(count + 1)
         probs = self._probs[: count + 1]
         healthy = np.ones(count, np.bool_)
         if count:
-            drafting.draft(tokens, drafted, probs, healthy, streams)
+            drafting.draft(tokens, resident, probs, healthy, streams)
             logits = model.forward_in_place(ids[:-1], cache, count + 1)
         else:
-            logits = model.forward(feed, cache, 1)
+            logits = model.forward_resident(feed, cache, 1)
 
         greedy_draft = count == 0 or drafting.greedy
         name = "greedy" if sampler.greedy else "deterministic" if greedy_draft else rule
-        num_accepted, next_token, bad_row = self._verify(name, logits, drafted, probs, position, streams)
+        num_accepted, next_token, bad_row = self._verify(name, logits, resident, probs, position, streams)
+        drafted = on_host(resident)
         # What was drafted behind an end token does not count; the verifier has seen to it.
         ends = np.flatnonzero(np.isin(drafted[:count], self._inputs.end_token_ids))
         num_proposed = int(ends[0]) + 1 if len(ends) else count
@@ -216,7 +218,7 @@ class GraphRound:
             raise _no_distribution("draft", position + int(np.argmin(healthy)))
         if bad_row >= 0:
             # numpy says why: no token is left, penalties overflow, or the model is at fault.
-            sampler.distribution(logits[bad_row, :vocab_size], tokens, drafted[:bad_row].tolist())
+            sampler.distribution(on_host(logits)[bad_row, :vocab_size], tokens, drafted[:bad_row].tolist())
             raise _no_distribution("target", position + bad_row)
         tokens += drafted[:num_accepted].tolist()
         tokens.append(next_token)
@@ -225,12 +227,19 @@ class GraphRound:
             drafting.rollback(len(tokens) - 1)
         return Round(num_forced, num_proposed, num_accepted, None)
 
+    def _new_probs(self, rows: int) -> AnyArray:
+        """Room for `rows` rows of the draft's probabilities, where the graphs run."""
+        shape = (max(rows, 1), self._graphs.width)
+        return (
+            np.empty(shape, np.float32) if self._device is None else DeviceArray.empty(self._device, shape, np.float32)
+        )
+
     def _verify(
         self,
         name: str,
-        logits: NDArray[np.float32],
-        drafted: NDArray[np.int64],
-        probs: NDArray[np.float32],
+        logits: AnyArray,
+        drafted: AnyArray,
+        probs: AnyArray,
         position: int,
         streams: Streams,
     ) -> tuple[int, int, int]:
@@ -244,7 +253,7 @@ class GraphRound:
         judged_in = position if name == "block" else 0
         graph = self._verifiers.get(name) or self._verifiers.setdefault(name, self._graphs.bound(name, self._inputs))
         verdict = np.empty(3, np.int64)
-        inputs: dict[str, NDArray[Any]] = {
+        inputs: dict[str, AnyArray] = {
             "logits": logits[np.newaxis],
             "drafted": drafted[np.newaxis],
             "bias": self._inputs.bias(position, rows),

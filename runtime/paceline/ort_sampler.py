@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle
+from .device_array import AnyArray, bind_input, bind_output
 from .errors import BundleError, InvalidInputError
-from .ort import open_session
+from .ort_session import open_session
+from .providers import PROVIDERS, Provider, find_provider
 from .sampling import SamplingParams
 
 __all__ = ["BoundGraph", "GraphInputs", "SamplerGraphs", "parameter_inputs"]
@@ -205,15 +207,17 @@ class SamplerGraphs:
         sessions: by name: `token`, `block`, `deterministic` and `greedy` verify; `draft` and `greedy_draft` draft.
         vocab_size: of the common vocabulary.
         width: of rows of probabilities, counts and biases: the vocabulary in whole blocks.
+        provider: what runs them.
     """
 
     sessions: Mapping[str, Any]
     vocab_size: int
     width: int
+    provider: Provider = PROVIDERS["cpu"]
 
     @classmethod
     def open(cls, bundle: Bundle, *, provider: str = "cpu", threads: int | None = None) -> SamplerGraphs:
-        """Load a bundle's graphs; the arguments are those of `OrtModel.open`.
+        """Load a bundle's graphs, to run where the models' logits lie; the arguments are those of `OrtModel.open`.
 
         Raises:
             BundleError: the bundle was exported without them, one is missing or cannot be loaded, or is not what its
@@ -228,7 +232,7 @@ class SamplerGraphs:
             expected |= {name: (signature, manifest.draft.vocab_size) for name, signature in _DRAFTERS.items()}
         if missing := sorted(expected.keys() - entry.graphs.keys()):
             raise BundleError(f"{bundle.root} lacks the sampler graphs {', '.join(missing)}; export the bundle again.")
-        sessions = {}
+        sessions, provider = {}, find_provider(provider).sampler
         for name, (signature, logits_width) in expected.items():
             path = entry.graphs[name]
             sessions[name] = open_session(bundle.path(path), provider=provider, threads=threads)
@@ -244,15 +248,15 @@ class SamplerGraphs:
                         f"{bundle.root}: {path} is not the sampler's {name!r} graph: the {kind} "
                         f"{', '.join(wrong[:4])} are others than expected. Export the bundle again."
                     )
-        return cls(sessions, manifest.tokenizer.vocab_size, entry.width)
+        return cls(sessions, manifest.tokenizer.vocab_size, entry.width, PROVIDERS[provider])
 
     def bound(self, name: str, inputs: GraphInputs) -> BoundGraph:
         """A graph of this name with what a generation gives to it."""
-        graph = BoundGraph(self.sessions[name], name)
+        graph = BoundGraph(self.sessions[name], name, self.provider)
         for key, value in inputs.scalars.items():
             graph.bind_input(key, value)
         graph.bind_input("prompt_counts", inputs.prompt_counts)
-        graph.bind_input("new_counts", inputs.new_counts)
+        graph.bind_input("new_counts", inputs.new_counts, changes=True)
         graph.bind_input("end_token_ids", inputs.end_token_ids)
         return graph
 
@@ -260,27 +264,37 @@ class SamplerGraphs:
 class BoundGraph:
     """A graph whose inputs and outputs lie in buffers of the caller's, to be run again and again.
 
-    What is bound is read and written where it lies, when the graph runs; nothing is copied.
+    What is bound is read and written where it lies, when the graph runs; nothing is copied but to and from a device.
     """
 
-    def __init__(self, session: Any, name: str) -> None:
-        """Bind nothing yet; `name` is for errors."""
+    def __init__(self, session: Any, name: str, provider: Provider = PROVIDERS["cpu"]) -> None:
+        """Bind nothing yet; `name` is for errors, `provider` is what the session was opened for."""
         self._session = session
         self._name = name
+        self._provider = provider
         self._binding = session.io_binding()
         self._names = {value.name for value in session.get_inputs()}
-        self._bound: dict[str, NDArray[Any]] = {}  # keeps the buffers alive
+        self._bound: dict[str, AnyArray] = {}  # keeps the buffers alive
+        self._changing: set[str] = set()
 
-    def bind_input(self, name: str, array: NDArray[Any]) -> None:
-        """Read an input from `array`; a graph that has no input of this name does without."""
-        if name in self._names:
+    def bind_input(self, name: str, array: AnyArray, *, changes: bool = False) -> None:
+        """Read an input from `array`; a graph that has no input of this name does without.
+
+        Args:
+            name: of the input.
+            array: what to read.
+            changes: whether it may hold something else at each run.
+        """
+        if name in self._names and self._bound.get(name) is not array:
             self._bound[name] = array
-            self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            bind_input(self._binding, name, array)
+            if changes and self._provider.reads_when_bound:
+                self._changing.add(name)
 
-    def bind_output(self, name: str, array: NDArray[Any]) -> None:
+    def bind_output(self, name: str, array: AnyArray) -> None:
         """Write an output into `array`."""
         self._bound[name] = array
-        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        bind_output(self._binding, name, array)
 
     def run(self) -> None:
         """Run the graph on what is bound.
@@ -288,6 +302,8 @@ class BoundGraph:
         Raises:
             BundleError: ONNX Runtime cannot.
         """
+        for name in self._changing:
+            bind_input(self._binding, name, self._bound[name])
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # onnxruntime's exceptions share no base class of their own

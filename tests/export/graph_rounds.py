@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from paceline.ort import open_session
 from paceline.ort_sampler import parameter_inputs
+from paceline.ort_session import open_session
 from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray, SamplingParams, sample
 from paceline.streams import Purpose, Streams

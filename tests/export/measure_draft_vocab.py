@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from paceline.bundle import Bundle, LogitIdsEntry
-from paceline.ort import OrtModel, open_session
+from paceline.ort import OrtModel
+from paceline.ort_session import open_session
 from paceline.tokenizer import Tokenizer
 from paceline_export.draft_vocab import useful_ids
 from paceline_export.passes.lm_head import cut_lm_head

@@ -46,11 +46,11 @@ def tiny_checkpoint(
     return folder
 
 
-def tiny_pair(folder: Path) -> Path:
+def tiny_pair(folder: Path, precision: str = "fp32") -> Path:
     """Export a target and a smaller draft to a bundle inside `folder`."""
     target = tiny_checkpoint(folder / "target", LlamaConfig(**sizes()))
     draft = tiny_checkpoint(folder / "draft", LlamaConfig(**sizes(num_hidden_layers=1)), seed=1)
-    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision="fp32", quality=False)
+    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision=precision, quality=False)
     return folder / "bundle"
 
 

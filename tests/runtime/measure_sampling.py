@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.ort import open_session
 from paceline.ort_sampler import BoundGraph, GraphInputs, SamplerGraphs
+from paceline.ort_session import open_session
 from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray, SamplingParams
 from paceline.streams import Purpose, Streams

@@ -10,7 +10,7 @@ import pytest
 import paceline
 from paceline.decoder import SpeculativeDecoder
 from paceline.errors import BundleError, InvalidInputError
-from paceline.ort import open_session
+from paceline.ort_session import open_session
 from paceline.sampling import SamplingParams
 from paceline.testing import TableModel
 from paceline.verify import Draft

@@ -21,7 +21,8 @@ import paceline
 from paceline import SamplingParams, SpeculativeDecoder
 from paceline.bundle import MANIFEST_NAME, Bundle, Manifest, file_sha256
 from paceline.errors import BundleError, InstallationError, InvalidInputError
-from paceline.ort import PREFILL_ROWS, OrtModel, import_onnxruntime
+from paceline.ort import PREFILL_ROWS, OrtModel
+from paceline.ort_session import import_onnxruntime
 from paceline.testing import ScriptedDrafter
 
 PROMPTS = (

@@ -133,8 +133,8 @@ def test_logits_that_are_no_distribution_are_named(
     model: Any = getattr(decoder, which)
     run = type(model)._run
 
-    def broken(self: Any, ids: Any, cache: Any, num_logits: int, *, in_place: bool = False) -> Any:
-        logits = run(self, ids, cache, num_logits, in_place=in_place)
+    def broken(self: Any, ids: Any, cache: Any, num_logits: int, **options: bool) -> Any:
+        logits = run(self, ids, cache, num_logits, **options)
         if self is model and cache.length > 10:
             logits[-1, 3] = np.nan
         return logits

@@ -80,9 +80,39 @@ def test_json_is_one_document_and_says_all(invoke: Invoke, table_bundle: Path) -
         "json_schema": None,
         "regex": None,
         "logprobs": None,
+        "provider": "cpu",
         "threads": 2,
         "profile": "auto",
     }
+
+
+def test_the_provider_that_is_named_opens_the_models(
+    invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    open_model = OrtModel.open
+
+    def noted(*args: Any, **options: Any) -> Any:
+        opened.append(options["provider"])
+        return open_model(*args, **options)
+
+    monkeypatch.setattr(OrtModel, "open", noted)
+    args = ("--prompt", "hi", "--max-new-tokens", 4, "--provider", "openvino")
+    assert document(invoke, table_bundle, *args)["settings"]["provider"] == "openvino"
+    assert opened == ["openvino", "openvino"]
+    result = invoke("generate", table_bundle, "--prompt", "hi", "--provider", "tpu")
+    assert result.exit_code == 2
+    assert "'tpu' is not one of 'cpu', 'cuda', 'tensorrt', 'tensorrt-rtx', 'openvino'" in result.stderr
+
+
+def test_a_provider_that_does_not_start_is_said(
+    invoke: Invoke, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_openvino", None)
+    result = invoke("generate", tiny_bundle, "--prompt", "hi", "--provider", "openvino")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "pip install 'paceline[openvino]'" in result.stderr
 
 
 def test_logprobs_and_a_draft_of_its_own_temperature(invoke: Invoke, table_bundle: Path) -> None:

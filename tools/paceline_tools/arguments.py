@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from paceline.providers import PROVIDERS
+
 __all__ = [
     "CACHE_DIR",
     "CAPABILITIES",
@@ -19,6 +21,7 @@ __all__ = [
     "NUMBERS",
     "OUTPUT_FILE",
     "PROFILE",
+    "PROVIDER",
     "SIZE",
     "SOURCE",
     "THREADS",
@@ -26,6 +29,7 @@ __all__ = [
     "DraftVocab",
     "NumberRange",
     "check_text",
+    "provider_option",
 ]
 
 
@@ -206,6 +210,15 @@ NUMBERS = Numbers()
 DRAFT_VOCAB = DraftVocab()
 # ONNX Runtime starts any number of threads, which spin when they are idle: with 4096, two cores gave no token in 100 s.
 THREADS = click.IntRange(1, 1024)
+PROVIDER = click.Choice(list(PROVIDERS))
+
+provider_option = click.option(
+    "--provider",
+    type=PROVIDER,
+    default="cpu",
+    show_default=True,
+    help="What runs the models; `paceline doctor` says which start here.",
+)
 
 
 def check_text(option: str, text: str) -> None:

@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "generate": Row("Generate text with a bundle.", "cpu,tools"),
         "info": Row("Show what is in a bundle.", "tools"),
         "verify": Row("Test that speculative sampling keeps the target's law.", "cpu,tools"),
+        "doctor": Row("Say what this machine can run, and what is missing.", "tools"),
         "demo": Row("Answer three prompts and measure speculative against plain decoding.", "cpu,tools"),
     }
 )

@@ -14,7 +14,7 @@ import paceline
 from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
-from .arguments import FOLDER, OUTPUT_FILE, THREADS, DraftTokens
+from .arguments import FOLDER, OUTPUT_FILE, THREADS, DraftTokens, provider_option
 from .measure import Comparison, compare, machine
 from .progress import stages
 from .tables import number, percent, table
@@ -70,6 +70,7 @@ PROMPTS = (
     show_default=True,
     help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
 )
+@provider_option
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option(
     "--json",
@@ -82,6 +83,7 @@ def command(
     draft_tokens: int | str,
     max_new_tokens: int,
     repeats: int,
+    provider: str,
     threads: int | None,
     json_file: Path | None,
 ) -> None:
@@ -90,7 +92,7 @@ def command(
     The answers are greedy and speculative. Then every prompt runs plain and speculative in turn, and a table compares
     the two. Both should write the same text; where they do not, the place is shown.
     """
-    decoder = paceline.load(folder, threads=threads)
+    decoder = paceline.load(folder, provider=provider, threads=threads)
     if decoder.draft is None or decoder.tokenizer is None:
         raise InvalidInputError(f"{folder} has no draft model, and the demo compares with one: export with --draft.")
     encode = decoder.tokenizer.encode_chat

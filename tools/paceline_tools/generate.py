@@ -19,7 +19,7 @@ from paceline.drafters import DRAFTERS
 from paceline.errors import InvalidInputError
 from paceline.grammar import GrammarConstraint
 
-from .arguments import DRAFT_TOKENS, FOLDER, THREADS, check_text
+from .arguments import DRAFT_TOKENS, FOLDER, THREADS, check_text, provider_option
 from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
@@ -72,6 +72,7 @@ __all__ = ["command", "stats_text"]
     type=int,
     help="With --json: the logprob of every token, and of the N most probable ones.",
 )
+@provider_option
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option(
     "--profile",
@@ -102,6 +103,7 @@ def command(
     json_schema: Path | None,
     regex: str | None,
     logprobs: int | None,
+    provider: str,
     threads: int | None,
     profile: str,
     show_stats: bool,
@@ -138,7 +140,7 @@ def command(
         except InvalidInputError as error:
             raise click.UsageError(f"--draft-temperature: {error}") from error
 
-    decoder = paceline.load(bundle, threads=threads, profile=None if profile == "none" else profile)
+    decoder = paceline.load(bundle, provider=provider, threads=threads, profile=None if profile == "none" else profile)
     generation = decoder.generate(
         _chat_ids(decoder, text, system) if chat else text,
         sampling,
@@ -166,6 +168,7 @@ def command(
         "json_schema": None if json_schema is None else str(json_schema),
         "regex": regex,
         "logprobs": logprobs,
+        "provider": provider,
         "threads": threads,
         "profile": profile,
     }

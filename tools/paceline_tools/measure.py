@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline import SpeculativeDecoder, Stats
 from paceline.cost_profile import cpu_name
+from paceline.ort_session import onnxruntime_packages
 
 __all__ = ["Comparison", "Divergence", "Run", "compare", "find_divergence", "machine"]
 
@@ -173,7 +174,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in ("numpy", "onnxruntime", "tokenizers")},
+        "packages": {name: version(name) for name in ("numpy", *onnxruntime_packages(), "tokenizers")},
     }
 
 

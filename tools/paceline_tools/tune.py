@@ -24,7 +24,7 @@ from paceline.ort import OrtKVCache, OrtModel
 from paceline.planner import MOST_DRAFT_TOKENS
 from paceline.theory import best_num_draft_tokens, speedup
 
-from .arguments import FOLDER, OUTPUT_FILE, THREADS
+from .arguments import FOLDER, OUTPUT_FILE, THREADS, provider_option
 from .progress import stages
 from .tables import duration, number, table
 
@@ -73,6 +73,7 @@ class Lengths(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="Measured runs of each kind; the profile holds their medians.",
 )
+@provider_option
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option(
     "-o",
@@ -85,6 +86,7 @@ def command(
     folder: Path,
     lengths: tuple[int, ...] | None,
     repeats: int,
+    provider: str,
     threads: int | None,
     output: Path | None,
     as_json: bool,
@@ -98,12 +100,12 @@ def command(
     bundle = Bundle.open(folder)
     lengths = _checked_lengths(bundle, lengths)
     # Loaded as for a generation: where the weights lie in memory decides what a pass takes.
-    decoder = paceline.load(folder, threads=threads, profile=None)
+    decoder = paceline.load(folder, provider=provider, threads=threads, profile=None)
     target, draft = cast(OrtModel, decoder.target), cast(OrtModel | None, decoder.draft)
     started = time.perf_counter()
     with stages() as on_progress:
         times = measure(target, draft, lengths, repeats, on_progress)
-    setup = setup_of(bundle)
+    setup = setup_of(bundle, provider)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
     spreads = {kind: _spread(values) for kind, values in times.items()}
 

@@ -15,7 +15,7 @@ import paceline
 from paceline import Bundle, SamplingParams
 from paceline.errors import InvalidInputError
 
-from .arguments import FOLDER, THREADS, NumberRange, check_text
+from .arguments import FOLDER, THREADS, NumberRange, check_text, provider_option
 from .progress import stages
 from .sampling_options import sampling_options, verification_option
 from .tables import number, table
@@ -65,6 +65,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
     help="Chance that an exact decoder fails, all tests together.",
 )
 @click.option("--seed", type=int, help="Makes the draws repeatable.  [default: a fresh one, which is printed]")
+@provider_option
 @click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.pass_context
@@ -79,6 +80,7 @@ def command(
     verification: str,
     alpha: float,
     seed: int | None,
+    provider: str,
     threads: int | None,
     as_json: bool,
     **knobs: Any,
@@ -92,7 +94,7 @@ def command(
     for text in texts:
         check_text("--prompt", text)
     sampling = SamplingParams(**knobs, seed=secrets.randbits(32) if seed is None else seed)
-    decoder = paceline.load(folder, threads=threads)
+    decoder = paceline.load(folder, provider=provider, threads=threads)
     tokenizer = decoder.tokenizer
     if decoder.draft is None or tokenizer is None:
         raise InvalidInputError(f"{folder} has no draft model, so nothing is speculative: export with --draft.")
@@ -130,6 +132,7 @@ def command(
             "num_draft_tokens": draft_tokens,
             "verification": verification,
             **asdict(sampling),
+            "provider": provider,
             "threads": threads,
         }
         click.echo(json.dumps({**proof.as_dict(), "settings": settings}, indent=1, ensure_ascii=False))

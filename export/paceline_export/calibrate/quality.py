@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.bundle import ModelEntry, QualityEntry, TextQuality
 from paceline.errors import InstallationError
-from paceline.ort import import_onnxruntime
+from paceline.ort_session import import_onnxruntime
 from paceline_export.cpu import open_on_cpu
 from paceline_export.parity import log_softmax
 
