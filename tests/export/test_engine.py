@@ -128,15 +128,19 @@ def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
         build(path)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen2 in int4, and itself in fp8 as its draft."""
-    folder = tmp_path_factory.mktemp("qwen2")
+def export_pair(folder: Path, precision: str, draft_precision: str) -> Path:
+    """A tied Qwen2, and itself as its draft."""
     config = transformers.Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True))
     source = resolve(str(tiny_checkpoint(folder / "model", config)))
     options: dict[str, Any] = {"calibration": "none", "quality": False, "draft_vocab": 200}
-    export_bundle(source, source, folder / "bundle", flavor="trt", precision="int4", draft_precision="fp8", **options)
+    options |= {"flavor": "trt", "precision": precision, "draft_precision": draft_precision}
+    export_bundle(source, source, folder / "bundle", **options)
     return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_pair(tmp_path_factory.mktemp("pair"), "int4", "fp8")
 
 
 def test_a_bundle_gets_its_engines(pair: Path) -> None:
@@ -186,6 +190,12 @@ def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pa
         build_engines(Bundle.open(pair), ["8.9", "7.5"])
     with pytest.raises(InvalidInputError, match=r"compute capability '8\.6' cannot hold fp8"):
         build_engines(Bundle.open(pair), ["8.9", "8.6"])
+
+
+def test_the_other_precisions_build(tmp_path: Path) -> None:
+    bundle = Bundle.open(export_pair(tmp_path, "bf16", "int8"))
+    report = build_engines(bundle, ["8.6"], max_length=128, max_draft_tokens=4)
+    assert [(engine.entry.precision, engine.findings) for engine in report.engines] == [("bf16", ()), ("int8", ())]
 
 
 def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
