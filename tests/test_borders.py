@@ -16,7 +16,7 @@ RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2", "paceline"}
 OPTIONAL = {("runtime/paceline/grammar.py", "llguidance")}
 EXPORT_ONLY = {"torch", "transformers", "onnx"}
 # What export may take from the runtime; parity and quality are measured with the runtime itself.
-BUNDLE = {"paceline.bundle", "paceline.errors", "paceline.__version__"}
+BUNDLE = {"paceline.bundle", "paceline.engines", "paceline.errors", "paceline.__version__"}
 
 
 def imported(source: str) -> Iterator[str]:
@@ -48,7 +48,7 @@ def breaches(path: str, source: str) -> list[str]:
             "runtime": package in RUNTIME or package in sys.stdlib_module_names or (path, package) in OPTIONAL,
             "export": package != "paceline"
             or any(f"{name}.".startswith(f"{module}.") for module in BUNDLE)
-            or path.endswith(("/parity.py", "/quality.py")),
+            or path.endswith(("/parity.py", "/quality.py", "/cpu.py", "/ragged.py")),
             "tools": package not in EXPORT_ONLY,
             "tests": True,
         }[folder]

@@ -1,16 +1,6 @@
 """Trace a transformers decoder into one ONNX graph with KV caches as inputs and outputs.
 
-The graph of flavour `ort`:
-
-```
-input_ids               int64 [batch, rows]
-seqlens_k               int32 [batch]            valid length after this step, less one
-total_sequence_length   int32 []                 the largest valid length after this step
-logits_indices          int64 [num_logits]       rows whose logits are wanted; the LM head runs for these only
-past_key_values.{i}.key / .value                 [batch, kv_heads, max_length, head_size]
-→ logits                float32 [batch, num_logits, vocab_size]
-→ present.{i}.key / .value                       the same buffers, updated in place when bound to the past ones
-```
+Its flavour decides the operators, and the inputs besides token ids and caches (`flavors/ort.py`, `flavors/trt.py`).
 
 Tracing needs no weights: parameters are fake tensors, and the graph's initializers carry the checkpoint's names.
 """
@@ -35,11 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
 
-from .attention import ATTENTION_NAME, GraphState, leave_unrotated, tracing
-from .passes.norms import fuse_rms_norms
+from .attention import ATTENTION_NAME, leave_unrotated, tracing
+from .flavors import FLAVORS, Flavor
 
 __all__ = [
-    "OPSET",
     "Trace",
     "check_architecture",
     "fake_model",
@@ -48,8 +37,7 @@ __all__ = [
     "trace",
 ]
 
-OPSET = 21
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Rotations whose frequencies do not depend on the length of the text, so that one table serves every step.
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -63,7 +51,7 @@ class Trace:
         embedding: name of the parameter that input ids are looked up in.
         attention: names of the weights that project for attention.
         constants: values of initializers that no checkpoint holds: tables of rotation, `[max_length, head_size / 2]`,
-            and fixed factors.
+            fixed factors, and tables of the flavour.
     """
 
     model: ir.Model
@@ -104,14 +92,17 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
     return model.eval(), mode
 
 
-def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") -> Trace:
+def trace(
+    config: PreTrainedConfig, *, max_length: int, dtype: str = "float32", flavor: Flavor = FLAVORS["ort"]
+) -> Trace:
     """Trace the decoder that `config` describes.
 
     Args:
         config: of a decoder whose attention goes through transformers' attention interface and whose positions are
             rotations of a fixed set of frequencies.
-        max_length: number of positions in the rotation tables.
-        dtype: of weights, activations and caches, `"float32"` or `"float16"`; logits are float32 always.
+        max_length: number of positions in the rotation tables, and in the caches where the flavour fixes it.
+        dtype: of weights, activations and caches: `"float32"`, `"float16"` or `"bfloat16"`; logits are float32 always.
+        flavor: what the graph is for.
 
     Raises:
         CheckpointError: the architecture cannot be expressed, with the reason.
@@ -123,19 +114,21 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
     rotation = _rotation(config, model, modeling, max_length, torch_dtype)
     num_layers = config.num_hidden_layers
     kv_heads, head_size = num_heads_and_size(config)
+    constants = flavor.constants(max_length)
     with mode:
-        graph_model = _GraphModel(model, rotation)
-        batch, rows, length = 2, 3, 64  # none of them 0 or 1, which torch.export would take for constants
+        graph_model = _GraphModel(model, rotation, flavor, constants)
+        batch, rows = 2, 3  # neither 0 nor 1, which torch.export would take for constants
+        length = max_length if flavor.static_length else 64
+        inputs = flavor.inputs(batch, rows)
         past = [torch.zeros(batch, kv_heads, length, head_size, dtype=torch_dtype) for _ in range(2 * num_layers)]
         arguments = (
             torch.ones(batch, rows, dtype=torch.int64),
-            torch.full((batch,), rows - 1, dtype=torch.int32),
-            torch.tensor(rows, dtype=torch.int32),
-            torch.tensor([0, rows - 1]),
+            [given.example for given in inputs],
             past[:num_layers],
             past[num_layers:],
         )
-    past_dims = [{0: Dim("batch"), 2: Dim("max_length")} for _ in range(num_layers)]
+    past_dim = {0: Dim("batch")} if flavor.static_length else {0: Dim("batch"), 2: Dim("max_length")}
+    past_dims = [past_dim] * num_layers
     names = [f"{i}.{part}" for part in ("key", "value") for i in range(num_layers)]
     with _unrotated(modeling), _quiet():
         try:
@@ -145,20 +138,16 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
                 dynamo=True,
                 optimize=False,  # constant folding needs values; it runs below, when the weights count as inputs
                 verbose=False,
-                opset_version=OPSET,
+                opset_version=flavor.opset,
                 dynamic_shapes=(
                     {0: Dim("batch"), 1: Dim("rows")},
-                    {0: Dim("batch")},
-                    None,
-                    {0: Dim("num_logits")},
+                    [{axis: Dim(dim) for axis, dim in given.dims.items()} or None for given in inputs],
                     past_dims,
                     past_dims,
                 ),
                 input_names=[
                     "input_ids",
-                    "seqlens_k",
-                    "total_sequence_length",
-                    "logits_indices",
+                    *(given.name for given in inputs),
                     *(f"past_key_values.{name}" for name in names),
                 ],
                 output_names=["logits", *(f"present.{name}" for name in names)],
@@ -177,9 +166,9 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
         # Norms first: the optimiser takes an epsilon of 1e-8 or less for an addition of nothing, and drops it.
         onnxscript.optimizer.inline(graph)
         onnxscript.optimizer.fold_constants(graph)
-        fuse_rms_norms(graph)
+        flavor.fuse_norms(graph)
         onnxscript.optimizer.optimize_ir(graph)
-    attention_nodes = sum(node.op_type == "GroupQueryAttention" for node in graph.graph)
+    attention_nodes = sum(node.op_type == flavor.attention_op for node in graph.graph)
     if attention_nodes != num_layers:
         raise CheckpointError(
             f"{type(model).__name__} has {num_layers} layers but {attention_nodes} of them attend through "
@@ -198,8 +187,8 @@ def trace(config: PreTrainedConfig, *, max_length: int, dtype: str = "float32") 
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and projects_for_attention(model, name)
     )
-    constants = rotation.tables | factors
-    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, constants)
+    tables = rotation.tables | constants | factors
+    return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, tables)
 
 
 def projects_for_attention(model: torch.nn.Module, name: str) -> bool:
@@ -211,43 +200,51 @@ def projects_for_attention(model: torch.nn.Module, name: str) -> bool:
 class _GraphModel(torch.nn.Module):
     """The forward that is traced. Parameters keep the checkpoint's names, so the model is not a submodule."""
 
-    def __init__(self, model: torch.nn.Module, rotation: _Rotation) -> None:
+    def __init__(
+        self, model: torch.nn.Module, rotation: _Rotation, flavor: Flavor, constants: dict[str, torch.Tensor]
+    ) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self.rotary = torch.nn.Module()
-        for name, table in rotation.tables.items():
+        for name, table in (rotation.tables | constants).items():
             self.rotary.register_buffer(name.removeprefix("rotary."), torch.empty_like(table, device="cpu"))
-        self._call = (model, rotation)  # inside a tuple, which torch does not register
+        names = tuple(given.name for given in flavor.inputs(2, 3))
+        self._call = (model, rotation, flavor, names, tuple(constants))  # inside a tuple, which torch does not register
 
     def forward(
         self,
         input_ids: torch.Tensor,
-        seqlens_k: torch.Tensor,
-        total_sequence_length: torch.Tensor,
-        logits_indices: torch.Tensor,
+        inputs: list[torch.Tensor],
         past_keys: list[torch.Tensor],
         past_values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        model, rotation = self._call
-        state = GraphState(
+        model, rotation, flavor, names, constants = self._call
+
+        def table(name: str) -> torch.Tensor:
+            return self.rotary.get_buffer(name.removeprefix("rotary."))
+
+        state = flavor.state(
+            input_ids,
             past_keys,
             past_values,
-            seqlens_k,
-            total_sequence_length,
-            [(self.rotary.get_buffer(f"cos{kind}"), self.rotary.get_buffer(f"sin{kind}")) for kind in rotation.layers],
+            [(table(f"rotary.cos{kind}"), table(f"rotary.sin{kind}")) for kind in rotation.layers],
             rotation.interleaved,
+            {name: table(name) for name in constants},
+            **dict(zip(names, inputs, strict=True)),
         )
-        # The operator counts positions by itself; these are for whatever else depends on them, else they fall away.
-        rows = input_ids.shape[1]
-        position_ids = seqlens_k[:, None].to(torch.int64) + (1 - rows) + torch.arange(rows)
-        with tracing(state):
-            output = model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=logits_indices,
-            )
+        head = cast(PreTrainedModel, model).get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, given: (state.head_input(given[0]), *given[1:]))
+        try:
+            with tracing(state):
+                output = model(
+                    input_ids=input_ids,
+                    position_ids=state.position_ids,
+                    use_cache=False,
+                    logits_to_keep=state.logits_to_keep,
+                )
+        finally:
+            hook.remove()
         return output.logits.to(torch.float32), state.present_keys, state.present_values
 
 

@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,21 +44,18 @@ from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .draft_vocab import useful_ids
+from .flavors import Flavor, find_flavor
 from .pair import check_pair, check_widths, token_texts
 from .passes.lm_head import cut_lm_head, widen_lm_head
-from .passes.norms import fuse_residual_norms
-from .passes.reshapes import drop_reshape_pairs
-from .passes.tied import alias_tied_table
 from .passes.weights import check_shape, store_weights
-from .quantize import WeightFormat, weight_format
+from .quantize import WeightFormat
 from .quantize.blockwise import BLOCK_SIZES
 from .quantize.packed import LEFT_OUT_BITS
 from .sampler.build import write_sampler
 from .source import Source
 
-__all__ = ["CALIBRATIONS", "DEFAULT_MAX_LENGTH", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
+__all__ = ["CALIBRATIONS", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
 
-DEFAULT_MAX_LENGTH = 32768
 CALIBRATIONS = ("gptq", "none")
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
@@ -102,6 +98,7 @@ def export_bundle(
     draft: Source | None,
     out: Path,
     *,
+    flavor: str = "ort",
     precision: str = "int4",
     draft_precision: str | None = None,
     draft_vocab: int | None = None,
@@ -119,14 +116,16 @@ def export_bundle(
         target: the model whose text is wanted.
         draft: a smaller model with the same tokenizer, or None.
         out: folder of the bundle; it must not exist unless `overwrite`.
-        precision: of the target, a key of `paceline_export.quantize.PRECISIONS`.
+        flavor: of the graphs, a key of `paceline_export.flavors.FLAVORS`.
+        precision: of the target, one of the flavour's.
         draft_precision: of the draft; None means the target's.
         draft_vocab: ids that the draft keeps its logits for, the most useful ones. None and 0 keep all, and so does a
             number that is not below that of the vocabulary.
-        max_length: largest number of positions; None means the model's own, at most `DEFAULT_MAX_LENGTH`.
+        max_length: largest number of positions; None means the model's own, at most the flavour's
+            `default_max_length`.
         block_size: values that share a scale in quantised projections.
         calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
-            it, and `none` otherwise.
+            it, and `none` otherwise. The inputs of fp8 projections are looked at in any case.
         draft_calibration: of the draft; None means `none`.
         quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
             pool of ONNX Runtime, which a later `paceline.load` in the same process shares.
@@ -143,6 +142,7 @@ def export_bundle(
     check_arguments(
         out,
         has_draft=draft is not None,
+        flavor=flavor,
         precision=precision,
         draft_precision=draft_precision,
         draft_vocab=draft_vocab,
@@ -154,6 +154,7 @@ def export_bundle(
         overwrite=overwrite,
     )
     out = Path(out)
+    made_for = find_flavor(flavor)
     precisions = {"target": precision, "draft": draft_precision or precision}
     calibrations = {"target": calibration, "draft": draft_calibration or "none"}
     report = on_progress or (lambda stage, done: None)
@@ -167,7 +168,8 @@ def export_bundle(
         check_widths(checkpoints["target"])
     for which, checkpoint in checkpoints.items():
         if checkpoint.packing is not None:
-            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which])
+            stored = made_for.weight_format(precisions[which])
+            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which], stored)
             if calibrations[which] == "gptq":
                 raise InvalidInputError(
                     f"{checkpoint.source.name} is quantised already, and its numbers are kept: there is nothing to "
@@ -175,7 +177,12 @@ def export_bundle(
                 )
     end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
     logit_ids = _logit_ids(checkpoints["target"], end_tokens, draft_vocab) if draft is not None else None
-    lengths = {which: _max_length(checkpoint, max_length, which) for which, checkpoint in checkpoints.items()}
+    lengths = {which: _max_length(checkpoint, max_length, which, made_for) for which, checkpoint in checkpoints.items()}
+
+    formats = {
+        which: _stored_format(checkpoint, which, made_for, precisions[which])
+        for which, checkpoint in checkpoints.items()
+    }
 
     checked = {which: _check_weights(checkpoint) for which, checkpoint in checkpoints.items()}
     weights = {which: count for which, (_, count) in checked.items()}
@@ -193,7 +200,8 @@ def export_bundle(
             passed, notes[which], layers_seconds[which] = _run_layers(
                 checkpoint,
                 checked[which][0],
-                _stored_format(checkpoint, which, precisions[which]),
+                made_for,
+                formats[which],
                 lengths[which],
                 block_size,
                 calibrations[which],
@@ -205,7 +213,9 @@ def export_bundle(
                 checked[which][0],
                 folder,
                 which,
+                made_for,
                 precisions[which],
+                formats[which],
                 lengths[which],
                 block_size,
                 logit_ids if which == "draft" else None,
@@ -257,6 +267,7 @@ def check_arguments(
     out: str | os.PathLike[str],
     *,
     has_draft: bool,
+    flavor: str = "ort",
     precision: str,
     draft_precision: str | None,
     draft_vocab: int | None,
@@ -276,6 +287,7 @@ def check_arguments(
     for name, value, kinds in (
         ("out", out, (str, os.PathLike)),
         ("has_draft", has_draft, (bool,)),
+        ("flavor", flavor, (str,)),
         ("precision", precision, (str,)),
         ("draft_precision", draft_precision, (str, type(None))),
         ("draft_vocab", draft_vocab, (int, type(None))),
@@ -289,9 +301,10 @@ def check_arguments(
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise InvalidInputError(f"{name} must be of type {expected}, got {value!r:.80}.")
-    weight_format(precision)
+    made_for = find_flavor(flavor)
+    made_for.weight_format(precision)
     if draft_precision is not None:
-        weight_format(draft_precision)
+        made_for.weight_format(draft_precision)
         if not has_draft:
             raise InvalidInputError(f"draft_precision={draft_precision!r} is for a draft model, and there is none.")
     if draft_vocab is not None:
@@ -307,6 +320,11 @@ def check_arguments(
     ):
         if chosen is not None and chosen not in CALIBRATIONS:
             raise InvalidInputError(f"Unknown {which} {chosen!r}: expected one of {', '.join(CALIBRATIONS)}.")
+        if chosen is not None and made_for.weight_format(stored).float8:
+            raise InvalidInputError(
+                f"{which}={chosen!r} is for int4 weights; {stored} is always calibrated, in a way of its own: leave "
+                "it out."
+            )
         if chosen == "gptq" and stored != "int4":
             raise InvalidInputError(
                 f"{which}='gptq' is for int4 weights, and these are {stored}, which is nearly lossless without it; "
@@ -350,11 +368,11 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
         ) from error
 
 
-def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str) -> int:
+def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str, flavor: Flavor) -> int:
     """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
-    own = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+    own = getattr(checkpoint.config, "max_position_embeddings", None) or flavor.default_max_length
     if wanted is None:
-        return int(min(own, DEFAULT_MAX_LENGTH))
+        return int(min(own, flavor.default_max_length))
     if wanted > own and which == "target":
         raise InvalidInputError(f"max_length={wanted} exceeds the {own} positions that {checkpoint.source.name} has.")
     return int(min(own, wanted))
@@ -382,9 +400,9 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     return reader, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _stored_format(checkpoint: Checkpoint, which: str, precision: str) -> WeightFormat:
+def _stored_format(checkpoint: Checkpoint, which: str, flavor: Flavor, precision: str) -> WeightFormat:
     """How the weights of one model of the pair are stored."""
-    stored = weight_format(precision)
+    stored = flavor.weight_format(precision)
     if checkpoint.packing is not None and stored.bits is not None:
         # Of what the checkpoint left unquantised; the rest stays as it is.
         stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS, head_rows=0)
@@ -396,6 +414,7 @@ def _stored_format(checkpoint: Checkpoint, which: str, precision: str) -> Weight
 def _run_layers(
     checkpoint: Checkpoint,
     reader: WeightReader,
+    flavor: Flavor,
     stored: WeightFormat,
     max_length: int,
     block_size: int,
@@ -412,14 +431,14 @@ def _run_layers(
     """
     started = time.perf_counter()
     notes: list[str] = []
-    if quality and (reason := is_possible()) is not None:
+    if quality and (reason := is_possible(stored.dtype)) is not None:
         quality = False
         notes.append(f"quality was not measured: {reason}")
-    wanted = calibration == "gptq" or (calibration is None and stored.bits == 4)
+    wanted = stored.float8 or calibration == "gptq" or (calibration is None and stored.bits == 4)
     if checkpoint.packing is not None:
         quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
-    recipe = Recipe(stored, block_size) if wanted else None
-    passed = Pass({}, None)
+    recipe = Recipe(stored, block_size, flavor.weights.quantize) if wanted and not stored.float8 else None
+    passed = Pass({}, {}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
         about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
@@ -435,6 +454,8 @@ def _run_layers(
         except NotLayerwiseError as error:
             if calibration == "gptq":
                 raise
+            if stored.float8:
+                raise CheckpointError(f"{error} So the ranges of fp8 cannot be told; export it with int8.") from error
             notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
     return passed, tuple(notes), time.perf_counter() - started
 
@@ -444,7 +465,9 @@ def _export_model(
     reader: WeightReader,
     folder: Path,
     which: str,
+    flavor: Flavor,
     precision: str,
+    stored: WeightFormat,
     max_length: int,
     block_size: int,
     logit_ids: NDArray[np.int32] | None,
@@ -452,11 +475,10 @@ def _export_model(
     report: _OnProgress,
 ) -> ModelEntry:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
-    stored, packing = _stored_format(checkpoint, which, precision), checkpoint.packing
+    packing = checkpoint.packing
     report("trace", 0.6)
-    traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype)
-    fuse_residual_norms(traced.model)
-    drop_reshape_pairs(traced.model)
+    traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype, flavor=flavor)
+    flavor.finish(traced.model)
 
     names = sum(1 for _ in traced.model.graph.initializers)
     stored_count = 0
@@ -467,19 +489,21 @@ def _export_model(
         report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
 
     report("store weights", 0.7)
-    mixed = store_weights(
+    weights = store_weights(
         traced.model,
         reader,
         stored,
         block_size,
+        nodes=flavor.weights,
         embedding=traced.embedding,
         attention=traced.attention,
         constants=traced.constants,
         calibrated=passed.calibrated,
+        ranges=passed.ranges,
         on_weight=on_weight,
     )
     if stored.head_rows and (widened := widen_lm_head(traced.model, reader, stored.head_rows)) is not None:
-        mixed[widened] = 8
+        weights.mixed_bits[widened] = 8
     report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
@@ -493,41 +517,35 @@ def _export_model(
         ir.save(traced.model, path, external_data="model.onnx.data")
     except ir.serde.SerdeError as error:
         raise _reason(error) from error
-    alias_tied_table(path)
+    flavor.after_saving(path)
     # The architecture's settings, for `paceline check` and for a reader; the runtime does not need them.
     checkpoint.config.to_json_file(path.parent / "config.json", use_diff=False)
     report("hash the source", 0.9)
     source = checkpoint.source
     entry = ModelEntry(
         path=f"{which}/model.onnx",
-        flavor="ort",
+        flavor=cast(Literal["ort", "trt"], flavor.name),
         architecture=checkpoint.config.model_type,
-        precision=cast(Literal["fp32", "fp16", "int8", "int4"], precision),
-        block_size=_block_size(traced.model),
+        precision=cast(Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"], precision),
+        block_size=weights.block_size,
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
         head_size=traced.head_size,
         max_length=max_length,
         vocab_size=traced.vocab_size if logit_ids is None else len(logit_ids),
-        kv_dtype=cast(Literal["float32", "float16"], stored.dtype),
+        kv_dtype=cast(Literal["float32", "float16", "bfloat16"], stored.dtype),
         inputs=_specs(traced, traced.model.graph.inputs),
         outputs=_specs(traced, traced.model.graph.outputs),
         source=SourceEntry(source.name, source.kind, source.sha256()),
         logit_ids=kept,
-        calibration="gptq" if passed.calibrated else None,
-        mixed_bits=mixed or None,
+        calibration="gptq" if passed.calibrated else "ranges" if passed.ranges else None,
+        mixed_bits=weights.mixed_bits or None,
     )
     if passed.reference is None:
         return entry
     report("measure quality", 0.93)
     return dataclasses.replace(entry, quality=measure(path, entry, passed.reference))
-
-
-def _block_size(model: ir.Model) -> int | None:
-    """The block size of most quantised projections; None where none is quantised."""
-    sizes = Counter(node.attributes["block_size"].as_int() for node in model.graph if node.op_type == "MatMulNBits")
-    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _reason(error: BaseException) -> BaseException:

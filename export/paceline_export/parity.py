@@ -7,7 +7,7 @@ Of a draft with logits for some ids, these are compared; that they stand for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,12 +23,12 @@ from paceline.bundle import Bundle, ModelEntry
 from paceline.errors import BundleError
 from paceline.logit_ids import read_logit_ids
 from paceline.model import CausalLM
-from paceline.ort import OrtModel
-from paceline.ort_session import open_session
 from paceline.tokenizer import Tokenizer
 
+from .cpu import load_graph, open_on_cpu
 from .quantize.blockwise import Blockwise
 from .quantize.packed import PackedWeight, unpacked
+from .ragged import RaggedBatch
 
 __all__ = [
     "TOLERANCES",
@@ -54,6 +54,7 @@ In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京
 proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
 '''
 PREFILL, SINGLE, VERIFY = 64, 4, 5
+_POSITIONS = 256  # of the caches that are compared
 _PARTS = (
     ".q",
     ".scales",
@@ -64,6 +65,7 @@ _PARTS = (
     ".row_start",
     ".row_end",
     ".row_axis",
+    ".input_scale",
 )  # of quantised weights, as passes.weights names them
 
 
@@ -83,13 +85,19 @@ class Tolerance:
 
 
 # By the arithmetic of the products, not by the weights: torch computes with the very weights that are stored.
-# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block.
+# "int8" is what few-bit kernels do to be fast: activations are rounded to 8 bits, block by block. "fp8" is a graph that
+# rounds them by operators of its own.
 TOLERANCES = {
     "fp32": Tolerance(2e-3, 1e-6, 2e-3),
     "fp16": Tolerance(0.2, 1e-3, 0.1),
     "int8": Tolerance(12.0, 0.1, 2.0),
+    "fp8": Tolerance(12.0, 0.1, 2.0),
 }
-_ARITHMETIC = {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")}
+_ARITHMETIC: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ort": {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")},
+    "trt": {**dict.fromkeys(("fp16", "bf16", "int8", "int4"), ("fp16",)), "fp8": ("fp16", "fp8")},
+}
+_NOTES = {"bfloat16": "ONNX Runtime does not run bfloat16 on a CPU: the graph was compared in float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class PhaseParity:
     """Comparison of some rows of logits.
 
     Attributes:
-        name: `prefill`, `single steps`, `verification` or `after rollback`.
+        name: `prefill`, `single steps`, `verification` or `after rollback`, of one text; `batch: …` of several.
         rows: number of rows compared.
         max_logit_diff: largest absolute difference of a logit.
         kl: mean divergence of ONNX's distribution from torch's, in nats.
@@ -120,7 +128,8 @@ class ModelParity:
     """All phases of one model in one arithmetic, and whether they are within its tolerance.
 
     A quantised model is compared twice: with the products in float32, which shows that the graph is right, and as it
-    is shipped, with activations rounded to 8 bits, which shows what the fast kernels cost.
+    is shipped, with activations rounded to 8 bits, which shows what the fast kernels cost. `note` says what else the
+    comparison stands for.
     """
 
     which: str
@@ -129,6 +138,7 @@ class ModelParity:
     phases: tuple[PhaseParity, ...]
     tolerance_logit: float
     tolerance_kl: float
+    note: str | None = None
 
     @property
     def reason(self) -> str | None:
@@ -184,17 +194,24 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
         if entry.max_length < PREFILL + SINGLE + VERIFY + 1:
             raise BundleError(f"{which}: a context of {entry.max_length} positions is too short for the check.")
         found = {}
-        for arithmetic in _ARITHMETIC[entry.precision]:
+        batch = RaggedBatch(ids) if entry.flavor == "trt" else None
+        for arithmetic in _ARITHMETIC[entry.flavor][entry.precision]:
             report(f"{which}: ONNX Runtime, {arithmetic} arithmetic")
-            found[arithmetic] = _onnx_logits(_open(bundle, which, entry, arithmetic), ids)
+            exact = arithmetic != entry.precision and arithmetic != "int8"
+            model = open_on_cpu(bundle.path(entry.path), entry, _POSITIONS, exact=exact)
+            found[arithmetic] = _onnx_logits(model, ids) | (batch.onnx_logits(model) if batch else {})
         report(f"{which}: torch")
-        expected = _torch_logits(reference_model(bundle, entry), ids)
+        reference = reference_model(bundle, entry)
+        expected = _torch_logits(reference, ids) | (batch.torch_logits(reference) if batch else {})
         if (logit_ids := read_logit_ids(bundle, entry)) is not None:
             expected = {name: np.ascontiguousarray(rows[:, logit_ids]) for name, rows in expected.items()}
         for arithmetic, logits in found.items():
             tolerance = TOLERANCES[arithmetic]
             phases = tuple(compare(name, expected[name], logits[name], tolerance.near_tie) for name in expected)
-            models.append(ModelParity(which, entry.precision, arithmetic, phases, tolerance.logit, tolerance.kl))
+            limits = (tolerance.logit, tolerance.kl)
+            models.append(
+                ModelParity(which, entry.precision, arithmetic, phases, *limits, note=_NOTES.get(entry.kv_dtype))
+            )
     return ParityReport(tuple(models))
 
 
@@ -214,21 +231,6 @@ def compare(name: str, expected: NDArray[np.float32], found: NDArray[np.float32]
         near_ties=int((~same & close).sum()),
         disagreements=int((~same & ~close).sum()),
     )
-
-
-def _open(bundle: Bundle, which: str, entry: ModelEntry, arithmetic: str) -> OrtModel:
-    """The model as it is shipped, or with its products in float32 where they would not be."""
-    if arithmetic == "fp32" and entry.precision != "fp32":
-        path = bundle.path(entry.path)
-        model = _load_graph(path)
-        for node in model.graph:
-            if node.op_type == "MatMulNBits":
-                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
-        # Weights stay in their file, which a graph given as bytes finds through this setting.
-        folder = ("session.model_external_initializers_file_folder_path", str(path.parent.resolve()))
-        graph = ir.to_proto(model).SerializeToString()
-        return OrtModel(open_session(graph, session_config=(folder,)), entry)
-    return OrtModel.open(bundle, which)
 
 
 def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
@@ -274,13 +276,19 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
 
 def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights of an exported graph by the checkpoint's names, in float32."""
-    model = _load_graph(path)
+    model = load_graph(path)
     arrays = {
         name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
     }
     heads = {str(node.inputs[1].name) for node in model.graph if node.op_type == "MatMulNBits" and node.inputs[1]}
     weights: dict[str, torch.Tensor] = {}
     for node in model.graph:
+        if node.op_type == "DequantizeLinear" and node.inputs[0].is_initializer():
+            name = str(node.inputs[0].name).removesuffix(".q")
+            levels = arrays[f"{name}.q"].numpy().astype(np.float32)
+            scales = arrays[f"{name}.scales"].numpy().astype(np.float32).reshape(len(levels), -1)
+            values = levels * scales.repeat(-(-levels.shape[1] // scales.shape[1]), axis=1)
+            weights[name] = torch.from_numpy(_in_order(values, _column_order(_product_of(node))))
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
         name = next((str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")), "")
@@ -312,8 +320,21 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _column_order(node: ir.Node) -> NDArray[np.int64] | None:
+def _product_of(dequantized: ir.Node) -> ir.Node | None:
+    """The product that reads a dequantised weight, transposed; None where rows of it are looked up."""
+    (user,) = dequantized.outputs[0].uses()
+    return next(iter(user.node.outputs[0].uses())).node if user.node.op_type == "Transpose" else None
+
+
+def _in_order(values: NDArray[np.float32], order: NDArray[np.int64] | None) -> NDArray[np.float32]:
+    """The columns of a weight as the checkpoint has them."""
+    return values if order is None else np.ascontiguousarray(values[:, np.argsort(order)])
+
+
+def _column_order(node: ir.Node | None) -> NDArray[np.int64] | None:
     """The order in which a projection's input is gathered in front of it, or None."""
+    if node is None:
+        return None
     producer = node.inputs[0].producer() if node.inputs[0] is not None else None
     if producer is None or producer.op_type != "Gather" or not str(producer.inputs[1].name).endswith(".order"):
         return None
@@ -321,25 +342,9 @@ def _column_order(node: ir.Node) -> NDArray[np.int64] | None:
     return order
 
 
-def _load_graph(path: Path) -> ir.Model:
-    """Read a graph and check that its weights can be read.
-
-    Raises:
-        BundleError: onnx-ir refuses them, as it does when a file has several hard links.
-    """
-    model = ir.load(path)
-    try:
-        for value in model.graph.initializers.values():
-            if value.const_value is not None:
-                value.const_value.numpy()
-    except (OSError, ValueError) as error:
-        raise BundleError(f"The weights of {path} cannot be read: {error} Copy the bundle anew to check it.") from error
-    return model
-
-
 def _onnx_logits(model: CausalLM, ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
     """Logits of prefill, single steps, a verification, and a block after its rollback."""
-    cache = model.new_cache(min(model.max_length, 256))
+    cache = model.new_cache(min(model.max_length, _POSITIONS))
     logits = {"prefill": model.forward(ids[:PREFILL], cache, PREFILL).copy()}
     at = PREFILL
     singles = [model.forward([ids[at + i]], cache, 1).copy() for i in range(SINGLE)]

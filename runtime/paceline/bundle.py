@@ -8,6 +8,7 @@ bundle/target/model.onnx  model.onnx.data  config.json
 bundle/draft/…                       the same for the draft model, when there is one
 bundle/draft/logit_ids.npy           the ids that the draft model has logits for, when these are not all
 bundle/sampler/*.onnx                sampling and verification as graphs
+bundle/engines/*.engine              engines that `paceline build` made of the graphs
 bundle/tokenizer.json  chat_template.jinja  generation_config.json
 ```
 """
@@ -31,6 +32,8 @@ __all__ = [
     "MANIFEST_NAME",
     "SAMPLER_BLOCK",
     "Bundle",
+    "EngineEntry",
+    "EngineProfile",
     "FileEntry",
     "LogitIdsEntry",
     "Manifest",
@@ -42,6 +45,7 @@ __all__ = [
     "TextQuality",
     "TokenizerEntry",
     "build_dataclass",
+    "check_safe_path",
     "file_sha256",
 ]
 
@@ -141,29 +145,29 @@ class QualityEntry:
 class ModelEntry:
     """One exported model: its graph, its shapes, and how its weights are stored.
 
-    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), `mixed_bits` gives
-    the bits of those projections that have others than `precision` says, by their names in the checkpoint
-    (`NAME[:ROWS]`: its first rows), and `quality` what all this costs; None where it was not measured, as in bundles
-    from before it was.
+    `calibration` says how quantised weights were chosen (`gptq`; None is rounding to the nearest), or that inputs are
+    rounded by ranges that a text told (`ranges`), `mixed_bits` gives the bits of those projections that have others
+    than `precision` says, by their names in the checkpoint (`NAME[:ROWS]`: its first rows), and `quality` what all this
+    costs; None where it was not measured, as in bundles from before it was.
     """
 
     path: str
-    flavor: Literal["ort"]
+    flavor: Literal["ort", "trt"]
     architecture: str
-    precision: Literal["fp32", "fp16", "int8", "int4"]
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
     block_size: int | None  # of most quantised weights
     num_layers: int
     num_kv_heads: int
     head_size: int
     max_length: int
     vocab_size: int  # width of the logits
-    kv_dtype: Literal["float32", "float16"]
+    kv_dtype: Literal["float32", "float16", "bfloat16"]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     source: SourceEntry
     prequantized: str | None = None  # "gptq" or "awq": the checkpoint held these numbers; None: the export made them
     logit_ids: LogitIdsEntry | None = None  # None where the i-th logit stands for id i
-    calibration: Literal["gptq"] | None = None
+    calibration: Literal["gptq", "ranges"] | None = None
     mixed_bits: Mapping[str, int] | None = None
     quality: QualityEntry | None = None
 
@@ -199,7 +203,7 @@ class ModelEntry:
     @property
     def kv_bytes_per_position(self) -> int:
         """Bytes of keys and values that one position takes."""
-        itemsize = {"float32": 4, "float16": 2}[self.kv_dtype]
+        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[self.kv_dtype]
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * itemsize
 
 
@@ -212,8 +216,68 @@ class SamplerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """A range of input shapes that an engine is built for: by each input's name its least, usual and largest shape."""
+
+    name: str
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]
+
+    def __post_init__(self) -> None:
+        for name, shapes in self.shapes.items():
+            ranks = {len(shape) for shape in shapes}
+            ordered = len(shapes) == 3 and len(ranks) == 1 and all(map(_is_rising, zip(*shapes, strict=True)))
+            if not ordered:
+                raise BundleError(
+                    f"The profile {self.name!r} gives {name!r} the shapes {shapes!r:.120}; expected a least, a usual "
+                    "and a largest shape of one rank, in this order."
+                )
+
+
+def _is_rising(sizes: tuple[int, ...]) -> bool:
+    return sizes[0] > 0 and sizes == tuple(sorted(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """An engine, and what it was built for: it serves no other GPU, version, graph or shapes than these.
+
+    Attributes:
+        path: of the engine's file.
+        model: whose graph it was built from.
+        backend: whose engine it is.
+        backend_version: that built it.
+        sm: the GPU's compute capability, such as `8.9`.
+        precision: of the graph.
+        graph_sha256: of the graph and its weights, as `Manifest.graph_sha256` computes it.
+        max_length: positions of its caches.
+        max_draft_tokens: largest number of drafted tokens that a pass of the target verifies.
+        max_batch: largest number of sequences.
+        profiles: in the engine's own order.
+        weight_bytes: device memory for weights, and `activation_bytes` for the most demanding profile, as the build
+            reported them; None where it did not.
+    """
+
+    path: str
+    model: Literal["target", "draft"]
+    backend: Literal["tensorrt-rtx", "tensorrt"]
+    backend_version: str
+    sm: str
+    precision: str
+    graph_sha256: str
+    max_length: int
+    max_draft_tokens: int
+    max_batch: int
+    profiles: tuple[EngineProfile, ...]
+    weight_bytes: int | None = None
+    activation_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `paceline.json`. A bundle from before there were sampler graphs has no `sampler`."""
+    """The content of `paceline.json`.
+
+    A bundle from before there were sampler graphs has no `sampler`, one without engines no `engines`.
+    """
 
     format_version: int
     paceline_version: str
@@ -222,6 +286,7 @@ class Manifest:
     tokenizer: TokenizerEntry
     files: Mapping[str, FileEntry]
     sampler: SamplerEntry | None = None
+    engines: tuple[EngineEntry, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.target.vocab_size:
@@ -243,6 +308,11 @@ class Manifest:
                     f"The tokenizer has {self.tokenizer.vocab_size} ids, of which the draft can read only "
                     f"{kept.num_input_ids}; export the bundle again."
                 )
+        for engine in self.engines:
+            if engine.path not in self.files:
+                raise BundleError(
+                    f"The manifest names the engine {engine.path!r} but does not list it among its files."
+                )
         if self.sampler is None:
             return
         width = -(-self.tokenizer.vocab_size // SAMPLER_BLOCK) * SAMPLER_BLOCK
@@ -254,6 +324,12 @@ class Manifest:
         for path in self.sampler.graphs.values():
             if path not in self.files:
                 raise BundleError(f"The manifest names the graph {path!r} but does not list it among its files.")
+
+    def graph_sha256(self, model: ModelEntry) -> str:
+        """SHA-256 over the names and hashes of a graph's own file and those of its weights, as they are listed."""
+        beside = (name for name in self.files if name == model.path or name.startswith(f"{model.path}."))
+        lines = "".join(f"{name} {self.files[name].sha256}\n" for name in sorted(beside))
+        return hashlib.sha256(lines.encode()).hexdigest()
 
     def to_json(self) -> str:
         """Serialise to the text of `paceline.json`."""

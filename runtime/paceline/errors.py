@@ -5,6 +5,7 @@ PacelineError
 ├── InvalidInputError         an argument or option out of its range (also a ValueError); the CLI exits with 2
 │   ├── ContextLengthError    a prompt that does not fit the model's context
 │   └── NoTokenLeftError      sampling parameters and constraint that together forbid every token
+├── BuildError                an engine that cannot be built, or that a strict build refuses
 ├── BundleError               a bundle that is missing, truncated, altered, or of a newer format
 ├── CheckpointError           a source that cannot be used: unknown name, only pickles, remote code, unsupported model
 ├── FetchError                a download that failed or does not match its hash
@@ -21,6 +22,7 @@ A message says what was given, what is expected, and how to mend it.
 from __future__ import annotations
 
 __all__ = [
+    "BuildError",
     "BundleError",
     "CheckpointError",
     "ContextLengthError",
@@ -50,6 +52,10 @@ class ContextLengthError(InvalidInputError):
 
 class NoTokenLeftError(InvalidInputError):
     """Sampling parameters and constraint together forbid every token at a position."""
+
+
+class BuildError(PacelineError):
+    """An engine cannot be built, or a strict build refuses it."""
 
 
 class BundleError(PacelineError):

@@ -6,7 +6,8 @@ import contextlib
 import math
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,24 @@ _TYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """An input that says where a step's rows go: its dtype, its shape, and its value from cache length and rows."""
+
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+    value: Callable[[int, int], int]
+
+
+# By their names in the graphs; each flavour has its own. A graph of the flavour `trt` is made for TensorRT, but its
+# operators are standard ones that ONNX Runtime's CPU provider runs too, so nothing speaks against binding it.
+_COUNTERS = {
+    "seqlens_k": _Counter(np.int32, (1,), lambda length, rows: length + rows - 1),
+    "total_sequence_length": _Counter(np.int32, (), lambda length, rows: length + rows),
+    "write_indices": _Counter(np.int64, (1,), lambda length, rows: length),
+}
+
+
 class OrtKVCache(KVCache):
     """Key and value buffers of one sequence, bound once; the graph writes into them in place."""
 
@@ -45,7 +64,10 @@ class OrtKVCache(KVCache):
         super().__init__(max_length)
         self.model = model
         entry, device = model.entry, model.provider.device
-        shape = (1, entry.num_kv_heads, max_length, entry.head_size)
+        shapes = {spec.name: spec.shape for spec in entry.inputs}
+        fixed = shapes[model.past_names[0]][2]  # a number where the graph has caches of one length only
+        positions = fixed if isinstance(fixed, int) else max_length
+        shape = (1, entry.num_kv_heads, positions, entry.head_size)
         self.buffers: list[Any] = [
             _untouched(shape, entry.kv_dtype) if device is None else DeviceArray.empty(device, shape, entry.kv_dtype)
             for _ in range(2 * entry.num_layers)
@@ -54,11 +76,12 @@ class OrtKVCache(KVCache):
         for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
             bind_input(self.binding, past, buffer)
             bind_output(self.binding, present, buffer)
-        self._seqlens_k = np.zeros(1, np.int32)
-        self._total_sequence_length = np.zeros((), np.int32)
+        counters = {name: _COUNTERS[name] for name in shapes if name in _COUNTERS}
+        self._counters = {name: np.zeros(given.shape, given.dtype) for name, given in counters.items()}
         self._ids: AnyArray = np.empty((1, 0), np.int64)
         self._reads_in_place = self._stays = False
         self._logits_indices = np.empty(0, np.int64)
+        self._indices_shape = (1,) * (len(shapes["logits_indices"]) - 1)  # a graph may have one row of them a sequence
         self._logits = np.empty((0, entry.vocab_size), np.float32)
         self._device_logits: DeviceArray | None = None
         self._bind_inputs()
@@ -85,8 +108,8 @@ class OrtKVCache(KVCache):
             self._logits_indices = np.arange(rows - num_logits, rows, dtype=np.int64)
         if not in_place:
             cast(NDArray[np.int64], self._ids)[0] = cast(NDArray[np.int64], ids)
-        self._total_sequence_length[...] = self.length + rows
-        self._seqlens_k[0] = self.length + rows - 1
+        for name, counter in self._counters.items():
+            counter[...] = _COUNTERS[name].value(self.length, rows)
         logits = self._room_for_logits(num_logits, device if stay else None)
         if changed:
             bind_output(self.binding, "logits", logits[np.newaxis])
@@ -105,12 +128,8 @@ class OrtKVCache(KVCache):
         return self._device_logits[:num_logits]
 
     def _bind_inputs(self) -> None:
-        for name, array in (
-            ("input_ids", self._ids),
-            ("logits_indices", self._logits_indices),
-            ("seqlens_k", self._seqlens_k),
-            ("total_sequence_length", self._total_sequence_length),
-        ):
+        indices = self._logits_indices.reshape(*self._indices_shape, -1)
+        for name, array in {"input_ids": self._ids, "logits_indices": indices, **self._counters}.items():
             if array.shape[-1:] != (0,):  # nothing is bound before the first run
                 bind_input(self.binding, name, array)
 
@@ -207,6 +226,11 @@ class OrtModel:
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
+        if entry.kv_dtype == "bfloat16":
+            raise InvalidInputError(
+                f"{bundle.root}: the {which} computes in bfloat16, which ONNX Runtime's CPU provider does not. Export "
+                "it with fp16, or build an engine of it (`paceline build`)."
+            )
         logit_ids = read_logit_ids(bundle, entry)
         session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
         model = cls(session, entry, logit_ids, row)

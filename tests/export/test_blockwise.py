@@ -10,7 +10,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from paceline.errors import InvalidInputError
-from paceline_export.quantize import PRECISIONS, weight_format
 from paceline_export.quantize.blockwise import Blockwise, dequantize, quantize
 
 KINDS = [(bits, block, symmetric) for bits in (4, 8) for block in (16, 32, 128) for symmetric in (True, False)]
@@ -65,13 +64,6 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
 def test_unknown_bits_and_blocks_are_refused(bits: int, block: int) -> None:
     with pytest.raises(InvalidInputError, match="expected 4 or 8 bits"):
         quantize(weight(4, 64), bits=bits, block_size=block, symmetric=True)
-
-
-def test_precisions_are_known_by_name() -> None:
-    assert weight_format("int4").bits == 4
-    assert list(PRECISIONS) == ["fp32", "fp16", "int8", "int4"]
-    with pytest.raises(InvalidInputError, match="'int3': expected one of fp32, fp16, int8, int4"):
-        weight_format("int3")
 
 
 def run(op: str, inputs: dict[str, np.ndarray[Any, Any]], fed: str, **attributes: Any) -> np.ndarray[Any, Any]:

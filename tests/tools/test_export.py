@@ -78,6 +78,7 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     assert seen.cache_dirs == [tmp_path, tmp_path]
     del seen.options["on_progress"]
     assert seen.options == {
+        "flavor": "ort",
         "precision": "int8",
         "draft_precision": "fp16",
         "draft_vocab": 5000,
@@ -103,6 +104,7 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     assert seen.exports[0][1] is None
     del seen.options["on_progress"]
     assert seen.options == {
+        "flavor": "ort",
         "precision": "int4",
         "draft_precision": None,
         "draft_vocab": None,

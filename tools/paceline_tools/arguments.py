@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from paceline.providers import PROVIDERS
 
 __all__ = [
     "CACHE_DIR",
+    "CAPABILITIES",
     "DRAFT_TOKENS",
     "DRAFT_VOCAB",
     "FOLDER",
     "NUMBERS",
     "OUTPUT_FILE",
+    "PROFILE",
     "PROVIDER",
+    "SIZE",
     "SOURCE",
     "THREADS",
     "DraftTokens",
@@ -141,6 +145,62 @@ class Numbers(click.ParamType[tuple[float, ...]]):
         return numbers
 
 
+class Capabilities(click.ParamType[tuple[str, ...]]):
+    """Compute capabilities with commas between them."""
+
+    name = "capabilities"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Check the capabilities."""
+        found = tuple(str(value).split(","))
+        if not all(re.fullmatch(r"\d{1,2}\.\d", part) for part in found) or len(set(found)) < len(found):
+            self.fail(
+                f"got {value!r}; different compute capabilities with commas between them are expected, such as "
+                "8.6,8.9.",
+                param,
+                ctx,
+            )
+        return found
+
+
+class Profile(click.ParamType[tuple[str, str, tuple[int, int, int]]]):
+    """A profile of an engine: model, name, and numbers of rows."""
+
+    name = "profile"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str, tuple[int, int, int]]:
+        """Check the profile."""
+        found = re.fullmatch(r"(target|draft):([a-z0-9_-]+)=(\d{1,9}),(\d{1,9}),(\d{1,9})", str(value))
+        if found is None:
+            self.fail(
+                f"got {value!r}; MODEL:NAME=LEAST,USUAL,MOST is expected, such as target:verify=1,5,9: target or "
+                "draft, a name in small letters, and numbers of rows.",
+                param,
+                ctx,
+            )
+        return found[1], found[2], (int(found[3]), int(found[4]), int(found[5]))
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, with a unit or without."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Check the size."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?", str(value))
+        count = round(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+        if count < 1:
+            self.fail(f"got {value!r}; a size such as 512MB or 2GB is expected.", param, ctx)
+        return count
+
+
+_UNITS = {"B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+CAPABILITIES = Capabilities()
+PROFILE = Profile()
+SIZE = Size()
 FOLDER = FilledPath(file_okay=False, readable=False, path_type=Path)
 CACHE_DIR = FilledPath(file_okay=False, path_type=Path)
 OUTPUT_FILE = OutputFile(dir_okay=False, path_type=Path)

@@ -71,5 +71,5 @@ def _text(model: ModelParity) -> str:
     return (
         f"{model.which}, weights {model.precision}, arithmetic {model.arithmetic}: "
         f"{'passed' if model.passed else 'FAILED'} (tolerance: logits {model.tolerance_logit:g}, "
-        f"KL {model.tolerance_kl:g})\n{table(header, rows)}"
+        f"KL {model.tolerance_kl:g})\n{table(header, rows)}" + (f"\n{model.note}." if model.note else "")
     )

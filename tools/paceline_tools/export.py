@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _CALIBRATIONS = click.Choice(["gptq", "none"])
-_PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
+_FLAVORS = click.Choice(["ort", "trt"])
+_PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
 
 
 @click.command("export")
@@ -34,7 +35,20 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
 )
 @click.option("--draft", metavar="SRC", type=SOURCE, help="A smaller model with the same tokenizer, which drafts.")
 @click.option("-o", "--out", metavar="DIR", required=True, type=FOLDER, help="Folder of the new bundle.")
-@click.option("--precision", type=_PRECISIONS, default="int4", show_default=True, help="How weights are stored.")
+@click.option(
+    "--flavor",
+    type=_FLAVORS,
+    default="ort",
+    show_default=True,
+    help="What the graphs are for: ort, ONNX Runtime; trt, TensorRT (`paceline build`).",
+)
+@click.option(
+    "--precision",
+    type=_PRECISIONS,
+    default="int4",
+    show_default=True,
+    help="How weights are stored: fp32, fp16, int8, int4 for ort; fp16, bf16, fp8, int8, int4 for trt.",
+)
 @click.option("--draft-precision", type=_PRECISIONS, help="The draft's.  [default: as --precision]")
 @click.option(
     "--draft-vocab",
@@ -43,7 +57,10 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4"])
     help="Ids that the draft can propose, the most useful ones.  [default: full, which is all]",
 )
 @click.option(
-    "--max-length", metavar="N", type=int, help="Largest context, at least 74.  [default: the model's, at most 32768]"
+    "--max-length",
+    metavar="N",
+    type=int,
+    help="Largest context, at least 74.  [default: the model's, at most 32768; for trt at most 4096]",
 )
 @click.option(
     "--block-size", metavar="N", type=int, default=128, show_default=True, help="Quantised values that share a scale."
@@ -71,6 +88,7 @@ def command(
     target: str,
     draft: str | None,
     out: Path,
+    flavor: str,
     precision: str,
     draft_precision: str | None,
     draft_vocab: int | None,
@@ -111,6 +129,7 @@ def command(
     check_arguments(
         out,
         has_draft=draft is not None,
+        flavor=flavor,
         precision=precision,
         draft_precision=draft_precision,
         draft_vocab=draft_vocab,
@@ -128,6 +147,7 @@ def command(
             target_source,
             draft_source,
             out,
+            flavor=flavor,
             precision=precision,
             draft_precision=draft_precision,
             draft_vocab=draft_vocab,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from paceline import Bundle
-from paceline.bundle import ModelEntry
+from paceline.bundle import EngineEntry, ModelEntry
 
 from .arguments import FOLDER
 from .progress import stages
@@ -102,6 +102,26 @@ def _quality(models: Mapping[str, ModelEntry]) -> Iterator[str]:
             yield ""
 
 
+def _engines(engines: Sequence[EngineEntry]) -> Iterator[str]:
+    """What each engine was built for."""
+    if not engines:
+        return
+    rows = [
+        (
+            f"{engine.model}, SM {engine.sm}",
+            engine.precision,
+            str(engine.max_length),
+            str(engine.max_draft_tokens),
+            str(engine.max_batch),
+            ", ".join(profile.name for profile in engine.profiles),
+            f"{engine.backend} {engine.backend_version}",
+        )
+        for engine in engines
+    ]
+    yield table(("engine", "precision", "context", "drafted", "batch", "profiles", "built by"), rows)
+    yield ""
+
+
 def _text(bundle: Bundle) -> str:
     manifest = bundle.manifest
     models = dict(_models(bundle))
@@ -135,6 +155,7 @@ def _text(bundle: Bundle) -> str:
             table(("", *models), rows),
             "",
             *_quality(models),
+            *_engines(manifest.engines),
             f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
             f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
             "",

@@ -11,7 +11,7 @@ import torch
 
 from paceline_export.causal_lm import projects_for_attention
 from paceline_export.quantize import WeightFormat
-from paceline_export.quantize.blockwise import Blockwise, dequantize, quantize
+from paceline_export.quantize.blockwise import Blockwise, dequantize
 from paceline_export.quantize.gptq import gptq
 
 from .layers import Layer
@@ -28,6 +28,7 @@ class Recipe:
     Attributes:
         weight_format: what they are stored as. Those with 8 bits are rounded to nearest: there is nothing to gain.
         block_size: columns that share a scale.
+        rounded: rounds the others; the flavour's `WeightNodes.quantize`.
         damping: see `gptq`. With the usual 0.01, a few thousand positions of text overfit: on other text the model is
             worse than rounded to nearest. 2 was better than 0.5 on every text that was measured.
         group: columns between which second moments are taken, at most. Between more of them they are noise with so
@@ -36,6 +37,7 @@ class Recipe:
 
     weight_format: WeightFormat
     block_size: int
+    rounded: Callable[..., Blockwise]
     damping: float = 2.0
     group: int = 2048
 
@@ -68,7 +70,9 @@ class LayerCalibration:
         wide = {name for name in layer.linears if self.recipe.is_wide(layer, name)}
         narrow = [names for names in groups if not wide.issuperset(names)]
         result = {
-            name: quantize(weights.float(name), bits=8, block_size=self.recipe.block_size, symmetric=True)
+            name: self.recipe.rounded(
+                name, weights.float(name), bits=8, block_size=self.recipe.block_size, symmetric=True
+            )
             for name in (name for names in groups for name in names)
             if name in wide
         }

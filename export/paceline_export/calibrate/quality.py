@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from paceline.bundle import ModelEntry, QualityEntry, TextQuality
 from paceline.errors import InstallationError
-from paceline.ort import OrtModel
-from paceline.ort_session import import_onnxruntime, open_session
+from paceline.ort_session import import_onnxruntime
+from paceline_export.cpu import open_on_cpu
 from paceline_export.parity import log_softmax
 
 from .layers import LayerwiseModel
@@ -84,7 +84,7 @@ def measure(graph: Path, entry: ModelEntry, reference: FullPrecision) -> Quality
     Raises:
         InstallationError: ONNX Runtime is missing.
     """
-    model = OrtModel(open_session(graph), entry)
+    model = open_on_cpu(graph, entry, max(len(ids) for text in reference.ids.values() for ids in text))
     found = {}
     for name, ids in reference.ids.items():
         scores = Scores()
@@ -96,8 +96,10 @@ def measure(graph: Path, entry: ModelEntry, reference: FullPrecision) -> Quality
     return QualityEntry(**found)
 
 
-def is_possible() -> str | None:
-    """Why quality cannot be measured here, or None."""
+def is_possible(dtype: str) -> str | None:
+    """Why quality cannot be measured here for activations of this dtype, or None."""
+    if dtype == "bfloat16":
+        return "ONNX Runtime does not run bfloat16 on a CPU"
     try:
         import_onnxruntime()
     except InstallationError as error:

@@ -1,4 +1,4 @@
-"""One pass over a checkpoint's layers that calibrates its projections and notes what the full-precision model says."""
+"""One pass over a checkpoint's layers: it calibrates projections, and notes what the full-precision model says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paceline_export.quantize.blockwise import Blockwise
 from .calibrate import LayerCalibration, Recipe
 from .layers import LayerwiseModel, NotLayerwiseError
 from .quality import FullPrecision
+from .ranges import LayerRanges
 
 __all__ = ["Pass", "run_layers"]
 
@@ -23,11 +24,14 @@ class Pass:
     """What a pass found.
 
     Attributes:
-        calibrated: projections by their names in the checkpoint; empty without calibration.
+        calibrated: projections by their names in the checkpoint; empty without a recipe.
+        ranges: largest magnitudes of the inputs of projections, by the same names; empty with a recipe, or without a
+            text to calibrate on.
         reference: the full-precision model on held-out texts, if there are any.
     """
 
     calibrated: dict[str, Blockwise]
+    ranges: dict[str, float]
     reference: FullPrecision | None
 
 
@@ -46,7 +50,8 @@ def run_layers(
         checkpoint: whose configuration to use.
         reader: of its weights.
         recipe: how to quantise projections; None for not at all.
-        calibration: ids of the text to calibrate on, int64 `[sequences, positions]`; needed with a recipe.
+        calibration: ids of the text to calibrate on, int64 `[sequences, positions]`; needed with a recipe. Without one
+            it shows how large the inputs of projections get.
         held_out: ids of sequences, each int64 `[positions]`, by the names of texts to run in full precision.
         on_progress: called with the share of the layers that is behind.
 
@@ -60,13 +65,17 @@ def run_layers(
         texts = [ids[None] for sequences in (held_out or {}).values() for ids in sequences]
         hidden = model.embed(*texts, *([calibration] if calibration is not None else []))
         quantiser = LayerCalibration(recipe, hidden.pop()) if recipe is not None and calibration is not None else None
+        ranger = LayerRanges(hidden.pop()) if recipe is None and calibration is not None else None
         calibrated: dict[str, Blockwise] = {}
+        ranges: dict[str, float] = {}
         for index in range(len(model)):
             report(index / len(model))
             layer = model.layer(index)
             hidden = [layer(given) for given in hidden]
             if quantiser is not None:
                 calibrated |= quantiser.run(layer)
+            if ranger is not None:
+                ranges |= ranger.run(layer)
     except CheckpointError:
         raise
     except Exception as error:  # code of transformers, called in a way that an architecture need not stand
@@ -77,7 +86,7 @@ def run_layers(
         ) from error
     report(1.0)
     if not held_out:
-        return Pass(calibrated, None)
+        return Pass(calibrated, ranges, None)
     rest = iter(hidden)
     found = {name: [next(rest)[0] for _ in sequences] for name, sequences in held_out.items()}
-    return Pass(calibrated, FullPrecision(model, held_out, found))
+    return Pass(calibrated, ranges, FullPrecision(model, held_out, found))

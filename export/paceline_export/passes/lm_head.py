@@ -44,7 +44,13 @@ def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32], *, embedding: str
             assert other is not None
             _keep(model, node, place, logit_ids, embedding, axis=len(other.shape) - 1)
     if product.op_type == "MatMul":
-        _keep(model, product, 1, logit_ids, embedding, axis=1)
+        transpose = product.inputs[1].producer()
+        if transpose is None:
+            _keep(model, product, 1, logit_ids, embedding, axis=1)
+            return
+        levels = transpose.inputs[0].producer()  # DequantizeLinear of few-bit rows, each with scales of its own
+        for place in range(len(levels.inputs)):
+            _keep(model, levels, place, logit_ids, embedding, axis=0)
         return
     for place in range(1, len(product.inputs)):
         if product.inputs[place] is not None:

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normalization
+from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normalization as _simplified
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
+from onnxscript.rewriter.rules.fusion._rms_normalization import fuse_rms_normalization as _standard
 
-__all__ = ["fuse_residual_norms", "fuse_rms_norms"]
+__all__ = ["fuse_residual_norms", "fuse_simplified_norms", "fuse_standard_norms"]
 
 
-def fuse_rms_norms(model: ir.Model) -> int:
-    """Rewrite RMS normalisations to `SimplifiedLayerNormalization`, in place.
+def fuse_simplified_norms(model: ir.Model) -> int:
+    """Rewrite RMS normalisations to ONNX Runtime's `SimplifiedLayerNormalization`, in place.
 
     Returns:
         The number fused.
     """
-    return int(fuse_rms_normalization(model))
+    return int(_simplified(model))
+
+
+def fuse_standard_norms(model: ir.Model) -> int:
+    """Rewrite RMS normalisations to `RMSNormalization` of opset 23, in place.
+
+    Where the factor is of a wider dtype than the input, as Gemma's is in half precision, the input is widened first:
+    the operator's definition allows two dtypes, ONNX Runtime does not.
+
+    Returns:
+        The number fused.
+    """
+    count = int(_standard(model))
+    for node in model.graph:
+        if node.op_type == "RMSNormalization" and node.inputs[0].dtype != (dtype := node.inputs[1].dtype):
+            cast = ir.node("Cast", [node.inputs[0]], {"to": dtype})
+            model.graph.insert_before(node, cast)
+            cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), node.inputs[0].shape
+            node.replace_input_with(0, cast.outputs[0])
+    return count
 
 
 def fuse_residual_norms(model: ir.Model) -> int:

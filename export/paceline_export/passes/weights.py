@@ -7,7 +7,9 @@ so that the float model is never in memory as a whole.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -17,15 +19,34 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
+from paceline_export.flavors.flavor import WeightNodes
 from paceline_export.quantize import WeightFormat
-from paceline_export.quantize.blockwise import Blockwise, quantize
+from paceline_export.quantize.blockwise import Blockwise
+from paceline_export.quantize.rows import quantize_rows_to_float8
 
-__all__ = ["EMBEDDING_BLOCK_SIZES", "check_shape", "check_values", "store_weights"]
+from .initializers import constant, initializer, replace
 
-# int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
-_ACCURACY_LEVEL = 4
-EMBEDDING_BLOCK_SIZES = (128, 64, 32, 16)
+__all__ = ["StoredWeights", "check_shape", "check_values", "store_weights"]
+
+_DTYPES = {
+    "float32": (torch.float32, ir.DataType.FLOAT),
+    "float16": (torch.float16, ir.DataType.FLOAT16),
+    "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
+}
 _FLOAT16_END = 65520.0  # from here on, float16 rounds to infinity
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """How a graph's projections were stored.
+
+    Attributes:
+        mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart.
+        block_size: of most quantised ones; None where none is quantised, or each row has one scale.
+    """
+
+    mixed_bits: dict[str, int]
+    block_size: int | None
 
 
 def store_weights(
@@ -34,12 +55,14 @@ def store_weights(
     weight_format: WeightFormat,
     block_size: int,
     *,
+    nodes: WeightNodes,
     embedding: str,
     attention: frozenset[str],
     constants: dict[str, torch.Tensor],
     calibrated: Mapping[str, Blockwise] | None = None,
+    ranges: Mapping[str, float] | None = None,
     on_weight: Callable[[str], None] | None = None,
-) -> dict[str, int]:
+) -> StoredWeights:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
 
     Args:
@@ -47,22 +70,25 @@ def store_weights(
         reader: of the checkpoint.
         weight_format: what to store.
         block_size: of quantised projections.
+        nodes: how the graph's flavour quantises and reads weights.
         embedding: the checkpoint's name of the table that input ids are looked up in.
         attention: names of the weights that project for attention.
         constants: values of initializers that are not in the checkpoint.
         calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
+        ranges: largest magnitudes of the inputs of projections that become float8 numbers, by the same names.
         on_weight: called with the name of each tensor as it is stored.
 
     Returns:
-        The bits of the projections that were quantised to others than `weight_format.bits`, a tied head apart.
+        What was stored.
 
     Raises:
         CheckpointError: a weight that the checkpoint lacks, holds in another shape, or with values that are no numbers
             or too large for the format. Those that are not quantised are read, and so found, when they are written.
     """
     _check_shapes(model, reader, constants)
-    dtype = ir.DataType.FLOAT16 if weight_format.dtype == "float16" else ir.DataType.FLOAT
-    torch_dtype = torch.float16 if weight_format.dtype == "float16" else torch.float32
+    torch_dtype, dtype = _DTYPES[weight_format.dtype]
+    sizes: Counter[int | None] = Counter()
+    mixed: dict[str, int] = {}
 
     def read(name: str) -> torch.Tensor:
         if name in constants:
@@ -73,22 +99,22 @@ def store_weights(
 
     def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
         def load() -> ir.TensorProtocol:
-            tensor = read(name).to(torch_dtype)
-            array = (tensor.T if transposed else tensor).contiguous().numpy()
-            return ir.tensor(array, dtype=dtype, name=value.name)
+            tensor = read(name)
+            tensor = tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
+            return ir.tensor((tensor.T if transposed else tensor).contiguous(), name=value.name)
 
-        return ir.LazyTensor(load, dtype=dtype, shape=value.shape, name=value.name)
+        is_float = name not in constants or constants[name].is_floating_point()
+        return ir.LazyTensor(load, dtype=dtype if is_float else value.dtype, shape=value.shape, name=value.name)
 
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
-    mixed: dict[str, int] = {}
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
             if weight_format.bits is None:
                 rows, columns = weight.shape
-                stored = _initializer(model, f"{name}.T", dtype, (columns, rows))
+                stored = initializer(model, f"{name}.T", dtype, (columns, rows))
                 if stored.const_value is None:
                     stored.const_value = lazy(stored, name, transposed=True)
                 node.replace_input_with(1, stored)
@@ -96,8 +122,15 @@ def store_weights(
                 x = node.inputs[0]
                 if (packed := reader.packed(name)) is not None:
                     quantised = packed.weight
+                    if (reason := nodes.refusal(quantised)) is not None:
+                        raise CheckpointError(
+                            f"The projection {name!r} of the checkpoint cannot be kept as it is: {reason}. Export with "
+                            "another precision than that of the checkpoint, or with another flavour."
+                        )
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
+                elif name in (ranges or {}):
+                    quantised = quantize_rows_to_float8(read(name), (ranges or {})[name])
                 else:
                     bits = weight_format.projection_bits(attention=name in attention)
                     if weight is head:
@@ -105,25 +138,27 @@ def store_weights(
                     assert bits is not None
                     # A table is read without zero points, and 8 bits need none.
                     symmetric = weight is head or bits == 8 or weight_format.symmetric
-                    quantised = (calibrated or {}).get(name) or quantize(
-                        read(name), bits=bits, block_size=block_size, symmetric=symmetric
+                    quantised = (calibrated or {}).get(name) or nodes.quantize(
+                        name, read(name), bits=bits, block_size=block_size, symmetric=symmetric
                     )
                     if weight is not head and quantised.bits != weight_format.bits:
                         mixed[name] = quantised.bits
+                sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
                 if weight is head:
-                    _look_up_in(model, head, quantised, dtype)
-                _replace(model, node, _matmul_nbits(model, x, name, quantised, dtype))
+                    (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
+                    replace(model, gather, nodes.tied_lookup(model, gather.inputs[1], name, quantised, dtype))
+                replace(model, node, nodes.product(model, x, name, quantised, dtype))
         elif node.op_type == "Gather" and node.inputs[0].is_initializer() and node.inputs[0] is not head:
             name = embedding  # a table tied to the LM head is traced under either name
             rows, columns = node.inputs[0].shape
-            block = next((size for size in EMBEDDING_BLOCK_SIZES if columns % size == 0), None)
-            if weight_format.embedding_bits is None or block is None:
-                stored = _initializer(model, name, dtype, (rows, columns))
+            few_bits = weight_format.embedding_bits
+            table = None if few_bits is None else nodes.quantize_table(read(name), bits=few_bits)
+            if table is None:
+                stored = initializer(model, name, dtype, (rows, columns))
                 stored.const_value = lazy(stored, name)
                 node.replace_input_with(0, stored)
             else:
-                quantised = quantize(read(name), bits=weight_format.embedding_bits, block_size=block, symmetric=True)
-                _replace(model, node, _gather_block_quantized(model, node.inputs[1], name, quantised, dtype))
+                replace(model, node, nodes.lookup(model, node.inputs[1], name, table, dtype))
         else:
             continue
         if on_weight is not None:
@@ -132,7 +167,7 @@ def store_weights(
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             value.const_value = lazy(value, name)
-    return mixed
+    return StoredWeights(mixed, sizes.most_common(1)[0][0] if sizes else None)
 
 
 def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, torch.Tensor]) -> None:
@@ -196,7 +231,7 @@ def _gathered(model: ir.Model, node: ir.Node, name: str, order: NDArray[np.int64
             found = user.inputs[1].const_value
             if found is not None and np.array_equal(found.numpy(), order):
                 return user.outputs[0]
-    gather = ir.node("Gather", [x, _constant(model, f"{name}.order", order)], {"axis": -1})
+    gather = ir.node("Gather", [x, constant(model, f"{name}.order", order)], {"axis": -1})
     model.graph.insert_before(node, gather)
     gather.outputs[0].name = f"{name}.input"
     gather.outputs[0].type, gather.outputs[0].shape = x.type, x.shape
@@ -207,82 +242,3 @@ def _tied_head(model: ir.Model) -> ir.Value | None:
     """The initializer that is the LM head and the table that ids are looked up in, or None."""
     tables = {node.inputs[0] for node in model.graph if node.op_type == "Gather"}
     return next((weight for node in model.graph if (weight := _projection_weight(node)) in tables), None)
-
-
-def _look_up_in(model: ir.Model, table: ir.Value, head: Blockwise, dtype: ir.DataType) -> None:
-    """Look rows of a tied table up in the initializers that the LM head multiplies by."""
-    name = str(table.name)
-    rows, blocks, _ = head.packed.shape
-    width = blocks * head.block_size
-    packed = _constant(model, f"{name}.q", head.packed)
-    scales = _constant(model, f"{name}.scales", head.scales.reshape(-1), dtype)
-    (gather,) = (node for node, _ in table.uses() if node.op_type == "Gather")
-    shape = _constant(model, f"{name}.scales_shape", np.array([rows, blocks, 1]))
-    scales_by_block = ir.node("Reshape", [scales, shape], name=f"{name}.scales_by_block")
-    attributes = {"gather_axis": 0, "quantize_axis": 2, "block_size": head.block_size, "bits": head.bits}
-    inputs = [packed, gather.inputs[1], scales_by_block.outputs[0]]
-    blockwise = ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft", name=f"{name}.blocks")
-    shape = _constant(model, f"{name}.row_shape", np.array([0, 0, width]))
-    chain = [scales_by_block, blockwise, ir.node("Reshape", [blockwise.outputs[0], shape], name=f"{name}.rows")]
-    if width > head.columns:  # the last block is padded
-        ends = (("start", 0), ("end", head.columns), ("axis", 2))
-        slices = [_constant(model, f"{name}.row_{what}", np.array([value])) for what, value in ends]
-        chain.append(ir.node("Slice", [chain[-1].outputs[0], *slices], name=f"{name}.columns"))
-    for node in chain[:-1]:
-        node.outputs[0].name = node.name
-        model.graph.insert_before(gather, node)
-    _replace(model, gather, chain[-1])
-
-
-def _matmul_nbits(model: ir.Model, x: ir.Value, name: str, weight: Blockwise, dtype: ir.DataType) -> ir.Node:
-    rows = weight.packed.shape[0]
-    inputs = [
-        x,
-        _constant(model, f"{name}.q", weight.packed),
-        _constant(model, f"{name}.scales", weight.scales.reshape(-1), dtype),
-    ]
-    if weight.zero_points is not None:
-        inputs.append(_constant(model, f"{name}.zero_points", weight.zero_points.reshape(-1)))
-    attributes = {
-        "K": weight.columns,
-        "N": rows,
-        "bits": weight.bits,
-        "block_size": weight.block_size,
-        "accuracy_level": _ACCURACY_LEVEL,
-    }
-    return ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft")
-
-
-def _gather_block_quantized(
-    model: ir.Model, indices: ir.Value, name: str, table: Blockwise, dtype: ir.DataType
-) -> ir.Node:
-    rows = table.packed.shape[0]
-    inputs = [
-        _constant(model, f"{name}.q", table.packed.reshape(rows, -1)),
-        indices,
-        _constant(model, f"{name}.scales", table.scales, dtype),
-    ]
-    attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": table.block_size, "bits": table.bits}
-    return ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft")
-
-
-def _constant(model: ir.Model, name: str, array: NDArray[np.generic], dtype: ir.DataType | None = None) -> ir.Value:
-    tensor = ir.tensor(array.astype(np.float16) if dtype == ir.DataType.FLOAT16 else array, name=name)
-    value = _initializer(model, name, tensor.dtype, tuple(array.shape))
-    value.const_value = tensor
-    return value
-
-
-def _initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-    if name not in model.graph.initializers:
-        model.graph.initializers[name] = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-    return model.graph.initializers[name]
-
-
-def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
-    """Put `new`, which has one output, in the place of `old`."""
-    model.graph.insert_before(old, new)
-    new.outputs[0].name = old.outputs[0].name
-    new.outputs[0].type, new.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
-    old.outputs[0].replace_all_uses_with(new.outputs[0], replace_graph_outputs=True)
-    model.graph.remove(old, safe=True)

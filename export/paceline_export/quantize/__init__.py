@@ -1,12 +1,10 @@
-"""Weight formats: what each `--precision` stores. One file per way of quantising."""
+"""Weight formats: what each `--precision` of the flavour `ort` stores. One file per way of quantising."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.errors import InvalidInputError
-
-__all__ = ["PRECISIONS", "WeightFormat", "weight_format"]
+__all__ = ["PRECISIONS", "WeightFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +18,11 @@ class WeightFormat:
         embedding_bits: of the quantised embedding table; it costs no time, so it is never coarser than 8 bits.
         tied_bits: of an LM head that is the embedding table, too, which both read. Where the table is coarser than 8
             bits, every layer pays for it.
+        symmetric: whether blocks of `bits` have no zero point; those of 8 bits have none in any case.
+        float8: whether projections and what they read are float8 numbers (e4m3), for which a text must tell how large
+            the latter get. An LM head, which no text is run through, and the embedding table are integers.
         head_rows: of an LM head of its own, so many first rows are stored in 8 bits. Vocabularies are built by merging
             what is frequent, so that these rows make most of the text, for little of the head's time.
-        symmetric: whether blocks of `bits` have no zero point; those of 8 bits have none in any case.
     """
 
     dtype: str
@@ -30,8 +30,9 @@ class WeightFormat:
     attention_bits: int | None
     embedding_bits: int | None
     tied_bits: int | None
-    head_rows: int
     symmetric: bool
+    float8: bool = False
+    head_rows: int = 0
 
     def projection_bits(self, *, attention: bool) -> int | None:
         """Bits of a projection, for attention or not."""
@@ -39,19 +40,8 @@ class WeightFormat:
 
 
 PRECISIONS = {
-    "fp32": WeightFormat("float32", None, None, None, None, 0, symmetric=True),
-    "fp16": WeightFormat("float16", None, None, None, None, 0, symmetric=True),
-    "int8": WeightFormat("float32", 8, 8, 8, 8, 0, symmetric=True),
-    "int4": WeightFormat("float32", 4, 8, 8, 8, 32768, symmetric=False),
+    "fp32": WeightFormat("float32", None, None, None, None, symmetric=True),
+    "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
+    "int8": WeightFormat("float32", 8, 8, 8, 8, symmetric=True),
+    "int4": WeightFormat("float32", 4, 8, 8, 8, symmetric=False, head_rows=32768),
 }
-
-
-def weight_format(precision: str) -> WeightFormat:
-    """The format of a precision by name.
-
-    Raises:
-        InvalidInputError: there is no such precision.
-    """
-    if precision not in PRECISIONS:
-        raise InvalidInputError(f"Unknown precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
-    return PRECISIONS[precision]

@@ -29,6 +29,8 @@ class Blockwise:
         packed: uint8 `[rows, blocks, block_size * bits / 8]`, the lower nibble first.
         scales: float32 `[rows, blocks]`.
         zero_points: uint8 `[rows, ceil(blocks * bits / 8)]`, packed alike; None means 2 ** (bits - 1).
+        input_scale: of a weight whose `packed` holds float8 numbers (e4m3) instead of levels, what its inputs are
+            divided by to become such numbers, too; None for levels.
     """
 
     packed: NDArray[np.uint8]
@@ -37,6 +39,7 @@ class Blockwise:
     columns: int
     bits: int
     block_size: int
+    input_scale: float | None = None
 
 
 def quantize(weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
@@ -121,6 +124,9 @@ def _quantize_rows(
 def dequantize(weight: Blockwise) -> NDArray[np.float32]:
     """The float32 `[rows, columns]` that the quantised weight stands for."""
     rows, blocks, _ = weight.packed.shape
+    if weight.input_scale is not None:
+        numbers = torch.from_numpy(weight.packed).view(torch.float8_e4m3fn).to(torch.float32).numpy()
+        return (numbers * weight.scales[:, :, None]).reshape(rows, -1)[:, : weight.columns]
     levels = _unpack(weight.packed, weight.bits).reshape(rows, blocks, weight.block_size)
     if weight.zero_points is None:
         zero = np.full((rows, blocks), 2 ** (weight.bits - 1), np.float32)

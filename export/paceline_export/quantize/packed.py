@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, InvalidInputError
 
-from . import weight_format
+from . import WeightFormat
 from .blockwise import BLOCK_SIZES, Blockwise, dequantize, from_levels
 
 __all__ = ["LEFT_OUT_BITS", "PARTS", "PackedWeight", "Packing", "packed_shape", "repack", "unpacked"]
@@ -93,13 +93,18 @@ class Packing:
         reordered = method == "gptq" and bool(settings.get("desc_act"))
         return cls(method, bits, group_size, 1 if layout == "gptq" else 0, reordered)
 
-    def check_precision(self, name: str, precision: str) -> None:
+    def check_precision(self, name: str, precision: str, stored: WeightFormat) -> None:
         """Check that a precision keeps the checkpoint's numbers, or the values that they stand for.
+
+        Args:
+            name: of the checkpoint.
+            precision: by its name.
+            stored: the format that it stands for.
 
         Raises:
             InvalidInputError: it would quantise them anew.
         """
-        if weight_format(precision).bits not in (None, self.bits):
+        if stored.bits not in (None, self.bits) or stored.float8:
             raise InvalidInputError(
                 f"Precision {precision} would quantise anew what {name} holds in {self.bits} bits ({self.method}); "
                 f"expected int{self.bits}, which keeps these numbers, or fp32 or fp16, which hold the values that they "

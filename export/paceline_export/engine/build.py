@@ -1,0 +1,261 @@
+"""One engine from one graph: parse, profiles, build, and what the build said about itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from paceline.bundle import EngineProfile
+from paceline.errors import BuildError, InvalidInputError
+from paceline_export.passes.static_length import POSITIONS, set_static_length
+
+from .backends import Backend
+from .traps import (
+    fused_attention,
+    ignored_arguments,
+    lost_inputs,
+    profile_faults,
+    suspicious_warnings,
+    unfused_attention,
+)
+
+__all__ = ["Plan", "ProfileReport", "build_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """What a build says of one profile: bytes for activations, and the layers that attend in one kernel."""
+
+    name: str
+    activation_bytes: int | None
+    fused_attention: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An engine as it is written to disk, and what its build said.
+
+    Attributes:
+        content: the engine, a buffer of bytes.
+        backend_version: that built it.
+        seconds: for parsing and building.
+        weight_bytes: device memory for weights; None where the build did not say.
+        attention: number of layers that attend.
+        profiles: in the order in which they were given.
+        findings: what a strict build would not have let pass.
+    """
+
+    content: Any
+    backend_version: str
+    seconds: float
+    weight_bytes: int | None
+    attention: int
+    profiles: tuple[ProfileReport, ...]
+    findings: tuple[str, ...]
+
+
+def build_plan(
+    graph: Path,
+    profiles: Sequence[EngineProfile],
+    *,
+    backend: Backend,
+    sm: str,
+    max_length: int | None = None,
+    workspace: int | None = None,
+    timing_cache: Path | None = None,
+    strict: bool = True,
+    on_progress: Callable[[float], None] | None = None,
+) -> Plan:
+    """Build an engine of a graph, for a GPU that need not be there where the backend times no kernels.
+
+    Args:
+        graph: an ONNX file of the flavour `trt`, its weights beside it.
+        profiles: the shapes to build for.
+        backend: what builds.
+        sm: compute capability, such as `8.9`, one of the backend's.
+        max_length: positions of the caches, at most the graph's; None leaves the graph as it is.
+        workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
+        timing_cache: file of kernels' timings to read, if it is there, and to write.
+        strict: refuse an engine in which something is dropped, unused, inconsistent or not fused.
+        on_progress: called with the share of the build that is behind, 0 to 1.
+
+    Raises:
+        InstallationError: the backend is not installed.
+        InvalidInputError: more positions than the graph has.
+        BuildError: the graph cannot be parsed or built, or a strict build refuses it, with every reason.
+    """
+    trt = backend.load()
+    log, monitor = _listeners(trt)
+    log.start()
+    monitor.report = on_progress or (lambda share: None)
+    started = time.perf_counter()
+    model = _graph(graph, max_length)
+    inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
+    attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
+    what = f"{graph} for compute capability {sm}"
+
+    builder = trt.Builder(log)
+    # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
+        reasons = [str(parser.get_error(i)).strip() for i in range(parser.num_errors)]
+        raise BuildError(f"{backend.name} cannot parse {what}: {'; '.join(reasons) or 'no reason was given'}")
+    findings = lost_inputs(inputs, network) + profile_faults(profiles, inputs) + ignored_arguments(model)
+    findings += suspicious_warnings(log.warnings)
+    if strict:
+        _refuse(what, findings)
+
+    config = builder.create_builder_config()
+    if not backend.times_kernels:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # else the build does not name its kernels
+    config.progress_monitor = monitor
+    if workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+    if timing_cache is not None:
+        _use_timings(config, timing_cache)
+    for profile in profiles:
+        _add_profile(builder, network, config, profile, what)
+    before = len(log.warnings)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise BuildError(f"{backend.name} cannot build {what}: {'; '.join(log.errors) or 'no reason was given'}")
+    if timing_cache is not None:
+        cache = config.get_timing_cache()
+        timing_cache.write_bytes(memoryview(cache.serialize()))
+    findings += suspicious_warnings(log.warnings[before:])
+    fused = fused_attention(log.details, len(profiles))
+    findings += unfused_attention(fused, attention, profiles)
+    if strict:
+        _refuse(what, findings)
+    activations = _figures("Total Activation Memory", log.infos)
+    weights = _figures("Total Weights Memory", log.infos)
+    return Plan(
+        content=plan,
+        backend_version=str(trt.__version__),
+        seconds=time.perf_counter() - started,
+        weight_bytes=weights[-1] if weights else None,
+        attention=attention,
+        profiles=tuple(
+            ProfileReport(profile.name, activations[i] if len(activations) == len(profiles) else None, fused[i])
+            for i, profile in enumerate(profiles)
+        ),
+        findings=tuple(findings),
+    )
+
+
+def _graph(path: Path, max_length: int | None) -> ir.Model:
+    """The graph with caches of this length; weights stay in their file."""
+    model = ir.load(path)
+    if max_length is not None:
+        if POSITIONS not in model.graph.initializers:
+            raise InvalidInputError(f"{path} has no caches of a static length; export it with --flavor trt.")
+        set_static_length(model, max_length)
+    return model
+
+
+def _shape(value: ir.Value) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
+
+
+def _add_profile(builder: Any, network: Any, config: Any, profile: EngineProfile, what: str) -> None:
+    inputs = {network.get_input(i).name for i in range(network.num_inputs)}
+    shapes = builder.create_optimization_profile()
+    try:
+        for name, (least, usual, most) in profile.shapes.items():
+            if name in inputs:
+                shapes.set_shape(name, least, usual, most)
+        accepted = config.add_optimization_profile(shapes) != -1
+    except Exception as error:  # the bindings raise whatever comes to hand
+        raise BuildError(f"The profile {profile.name!r} does not fit {what}: {error}") from error
+    if not accepted:
+        raise BuildError(f"The profile {profile.name!r} does not fit {what}: {dict(profile.shapes)!r:.500}")
+
+
+def _use_timings(config: Any, path: Path) -> None:
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    if not config.set_timing_cache(cache, False):
+        raise BuildError(
+            f"The timings in {path} are of another GPU or another version of TensorRT; name a new file, or none."
+        )
+
+
+def _refuse(what: str, findings: Sequence[str]) -> None:
+    if findings:
+        raise BuildError(
+            f"A strict build of {what} found: {'; '.join(findings)}. Export the bundle again with this paceline; with "
+            "--no-strict the engine is built all the same."
+        )
+
+
+def _figures(label: str, messages: Sequence[str]) -> list[int]:
+    pattern = re.compile(rf"^{label}: (\d+) bytes")
+    return [int(found[1]) for text in messages if (found := pattern.match(text))]
+
+
+@functools.cache
+def _listeners(trt: Any) -> tuple[Any, Any]:
+    """What a build talks to. TensorRT keeps the first logger of a process for ever, so there is one."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        """Keeps what is said, by how grave it is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.start()
+
+        def start(self) -> None:
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+            self.infos: list[str] = []
+            self.details: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message.strip())
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(message)
+            elif severity == trt.ILogger.INFO:
+                self.infos.append(message)
+            elif message.startswith(("Layers:", "Name: ")):  # of many thousands
+                self.details.append(message)
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        """Turns phases within phases into one share."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.report: Callable[[float], None] = lambda share: None
+            self.phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps behind, steps
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self.phases[phase_name] = (parent_phase, 0, max(num_steps, 1))
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            parent, _, steps = self.phases[phase_name]
+            self.phases[phase_name] = (parent, step + 1, steps)
+            share, name = 0.0, phase_name
+            while name in self.phases:
+                parent, done, steps = self.phases[name]
+                share = min(1.0, (done + share) / steps)
+                if parent is None:
+                    self.report(share)
+                    break
+                name = parent
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            parent, _, _ = self.phases.pop(phase_name, ("", 0, 1))
+            if parent is None:
+                self.report(1.0)
+
+    return Log(), Monitor()

@@ -1,0 +1,36 @@
+"""The GPU at hand, asked of its driver: TensorRT's own builder ends the process where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+
+from paceline.errors import InstallationError
+
+__all__ = ["compute_capability"]
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and …_MINOR
+
+
+def compute_capability() -> str:
+    """Compute capability of the first GPU that CUDA shows, such as `8.9`.
+
+    Raises:
+        InstallationError: there is no driver, or it finds no GPU.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise InstallationError(f"There is no NVIDIA driver on this machine ({error}), and so no GPU.") from error
+    count, device, major, minor = (ctypes.c_int(0) for _ in range(4))
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if failed or count.value < 1:
+        raise InstallationError(
+            f"The NVIDIA driver finds no GPU (error {failed}): see whether nvidia-smi lists one, and whether "
+            "CUDA_VISIBLE_DEVICES hides it."
+        )
+    failed = driver.cuDeviceGet(ctypes.byref(device), 0)
+    for value, attribute in ((major, _MAJOR), (minor, _MINOR)):
+        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    if failed:
+        raise InstallationError(f"The NVIDIA driver does not say what its first GPU is (error {failed}).")
+    return f"{major.value}.{minor.value}"

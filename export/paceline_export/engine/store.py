@@ -1,0 +1,136 @@
+"""Engines on disk: written beside their final name, then named and listed in one step.
+
+In a bundle the manifest lists them. In a folder of their own, `engines.json` does, in the same words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, file_sha256
+from paceline.engines import INDEX_NAME, EngineIndex, read_index
+from paceline.errors import InvalidInputError, PacelineError
+
+__all__ = ["EngineStore"]
+
+
+class EngineStore:
+    """Where engines go: the bundle that their graphs lie in, or a folder of their own.
+
+    Use it as a context. Engines that were written become visible together in `commit`; without it nothing stays.
+    """
+
+    def __init__(self, bundle: Bundle, out: Path | None) -> None:
+        self._bundle = bundle
+        self._root = bundle.root if out is None else out
+        self._own = out is not None
+        self._folder = self._root if self._own else self._root / "engines"
+        self._written: list[tuple[EngineEntry, Path, FileEntry]] = []
+
+    def __enter__(self) -> EngineStore:
+        if self._own and (self._root / MANIFEST_NAME).exists():
+            raise InvalidInputError(f"{self._root} is a bundle; leave -o out to put engines into the one they are of.")
+        with _full_disk_told(self._root):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(".*.partial-*"):  # of builds that were killed
+            pid = left.name.rpartition("-")[2]
+            if not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
+                left.unlink(missing_ok=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, path, _ in self._written:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: it holds engines
+            self._folder.rmdir()
+
+    def write(self, entry: EngineEntry, content: Any) -> int:
+        """Write an engine under a name that nobody looks for; returns its size in bytes.
+
+        Args:
+            entry: what it was built for; its path is chosen here.
+            content: the engine, a buffer.
+        """
+        partial = self._folder / f".{entry.model}-{entry.sm}.partial-{os.getpid()}"
+        with _full_disk_told(self._root):
+            try:
+                with partial.open("wb") as file:
+                    file.write(memoryview(content))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        listed = FileEntry(partial.stat().st_size, file_sha256(partial))
+        # A new name for other content: until the list is exchanged, the engines of the old one must stay.
+        name = f"{entry.model}-{entry.backend}-sm{entry.sm.replace('.', '')}-{listed.sha256[:12]}.engine"
+        path = name if self._own else f"engines/{name}"
+        self._written.append((dataclasses.replace(entry, path=path), partial, listed))
+        return listed.size
+
+    def commit(self) -> tuple[EngineEntry, ...]:
+        """Name and list the engines, in the place of those for the same models, backend and GPUs."""
+        with _full_disk_told(self._root):
+            new = tuple(entry for entry, _, _ in self._written)
+            for entry, partial, _ in self._written:
+                partial.replace(self._root / entry.path)
+            manifest = None if self._own else Bundle.open(self._root).manifest  # as it is by now
+            old, files = (manifest.engines, manifest.files) if manifest else self._index()
+            keys = {(entry.model, entry.backend, entry.sm) for entry in new}
+            replaced = [entry for entry in old if (entry.model, entry.backend, entry.sm) in keys]
+            gone = {entry.path for entry in replaced} - {entry.path for entry in new}
+            files = {name: entry for name, entry in files.items() if name not in gone}
+            files |= {entry.path: listed for entry, _, listed in self._written}
+            engines = tuple(entry for entry in old if entry not in replaced) + new
+            if manifest is None:
+                index = EngineIndex(engines, files)
+                _exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
+            else:
+                changed = dataclasses.replace(manifest, engines=engines, files=files)
+                _exchange(self._root / MANIFEST_NAME, changed.to_json())
+            self._written = []
+            for name in gone:
+                (self._root / name).unlink(missing_ok=True)
+        return new
+
+    def _index(self) -> tuple[Sequence[EngineEntry], Mapping[str, FileEntry]]:
+        """Engines and files as they are listed in a folder of their own."""
+        if not (self._root / INDEX_NAME).exists():
+            return (), {}
+        index = read_index(self._root)
+        return index.engines, index.files
+
+
+def _exchange(path: Path, text: str) -> None:
+    """Replace a file's text at once: a reader sees the old or the new one."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _full_disk_told(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(root).free
+        raise PacelineError(
+            f"The disk is full: {free / 1e9:.1f} GB are left at {root}. No engine was kept; free some space and build "
+            "again."
+        ) from error

@@ -1,0 +1,152 @@
+"""The flavour `trt`: standard operators that TensorRT fuses, with caches of a static length.
+
+```
+input_ids        int64 [batch, rows]
+write_indices    int64 [batch]                positions that a sequence's caches hold; new ones go behind
+logits_indices   int64 [batch, num_logits]    rows of each sequence whose logits are wanted
+past_key_values.{i}.key / .value              [batch, kv_heads, MAX_LENGTH, head_size], MAX_LENGTH a number
+→ logits         float32 [batch, num_logits, vocab_size]
+→ present.{i}.key / .value                    the same buffers, updated in place when bound to the past ones
+```
+
+Sequences of a batch may have different lengths. One with fewer new tokens than the step has rows is padded behind them
+with any ids: what these rows write lies behind the sequence's valid positions, where the next step overwrites it before
+any row sees it. For every sequence `write_indices + rows` must not exceed MAX_LENGTH, padding included. A rollback
+lowers a sequence's write index.
+
+The mask is additive and made once per pass, one for each width of window among the layers: a boolean mask that
+layers share has been seen to break a build of TensorRT-RTX with several profiles, and `is_causal` and
+`nonpad_kv_seqlen` do not mean there what they say. Attention reads all MAX_LENGTH positions in each step, so a graph
+should not be longer than its texts.
+
+Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
+out once for each of them, in every layer and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from paceline.errors import CheckpointError
+from paceline_export.attention import GraphState, LayerAttention
+from paceline_export.passes.norms import fuse_standard_norms
+from paceline_export.passes.static_length import POSITIONS
+from paceline_export.quantize import WeightFormat
+
+from .dequantize import Dequantize
+from .flavor import Flavor, GraphInput
+
+__all__ = ["TRT"]
+
+_OPSET = 24
+
+
+@dataclass(slots=True, kw_only=True)
+class _TrtState(GraphState):
+    """Emits `RotaryEmbedding`, `TensorScatter` into both caches, and `Attention` with an additive mask."""
+
+    write_indices: torch.Tensor  # int64 [batch]
+    logits_indices: torch.Tensor  # int64 [batch, num_logits]
+    positions: torch.Tensor | None = field(default=None, init=False)
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        if self.positions is None:  # once: every layer asks
+            self.positions = self.write_indices[:, None] + torch.arange(self.input_ids.shape[1])
+        return self.positions
+
+    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape = (*self.logits_indices.shape, hidden.shape[-1])
+        return _operator("GatherND", (hidden, self.logits_indices[:, :, None]), {"batch_dims": 1}, hidden.dtype, shape)
+
+    def attend(self, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if layer.softcap is not None:
+            raise CheckpointError(
+                f"{layer.module} bounds its scores (softcap {layer.softcap:g}), which TensorRT's attention does not; "
+                "export this architecture with the flavour ort."
+            )
+        query, key = layer.query, layer.key
+        if layer.tables is not None:
+            query, key = (self._rotated(x, layer.tables) for x in (query, key))
+        keys, values = self._scattered(layer.past_key, key), self._scattered(layer.past_value, layer.value)
+        batch, heads, _, head_size = query.shape
+        shared = heads // keys.shape[1]  # heads that follow each other attend to the same keys and values
+        stacked = query.reshape(batch, keys.shape[1], -1, head_size)
+        mask = self._mask(layer.window, shared, query.dtype)
+        inputs = (stacked, keys, values, mask)
+        output = _operator("Attention", inputs, {"scale": layer.scale}, query.dtype, stacked.shape)
+        return output.reshape(batch, heads, -1, head_size).transpose(1, 2), keys, values
+
+    def _rotated(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        attributes = {"interleaved": int(self.rotary_interleaved)}
+        return _operator("RotaryEmbedding", (x, *tables, self.position_ids), attributes, x.dtype, x.shape)
+
+    def _scattered(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        attributes = {"axis": 2, "mode": "linear"}
+        return _operator("TensorScatter", (past, new, self.write_indices), attributes, past.dtype, past.shape)
+
+    def _mask(self, window: int | None, shared: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[batch, 1, shared * rows, MAX_LENGTH]`: 0 where a row sees a position, else the least number."""
+        if (window, shared) not in self.masks:
+            rows = self.position_ids[:, None, :, None]
+            positions = self.constants[POSITIONS]
+            visible = positions <= rows
+            if window is not None:
+                visible = visible & (positions > rows - window)
+            zero, least = (torch.full((), value, dtype=dtype) for value in (0.0, torch.finfo(dtype).min))
+            self.masks[window, shared] = torch.cat([torch.where(visible, zero, least)] * shared, dim=2)
+        return self.masks[window, shared]
+
+
+def _operator(
+    name: str,
+    inputs: tuple[torch.Tensor, ...],
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | torch.Size,
+) -> torch.Tensor:
+    """One operator of the flavour's opset in the graph, with one output."""
+    return cast(
+        torch.Tensor,
+        torch.onnx.ops.symbolic(name, inputs, dict(attributes), dtype=dtype, shape=shape, version=_OPSET),
+    )
+
+
+def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:
+    return (
+        GraphInput("write_indices", torch.zeros(batch, dtype=torch.int64), {0: "batch"}),
+        GraphInput("logits_indices", torch.tensor([[0, rows - 1]] * batch), {0: "batch", 1: "num_logits"}),
+    )
+
+
+def _leave(anything: Any) -> None:
+    """Nothing to do."""
+
+
+TRT = Flavor(
+    name="trt",
+    opset=_OPSET,
+    precisions={
+        "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
+        "bf16": WeightFormat("bfloat16", None, None, None, None, symmetric=True),
+        "int8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True),
+        "fp8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True, float8=True),
+        # TensorRT refuses zero points.
+        "int4": WeightFormat("float16", 4, 8, 8, 8, symmetric=True),
+    },
+    default_max_length=4096,
+    static_length=True,
+    attention_op="Attention",
+    state=_TrtState,
+    inputs=_inputs,
+    constants=lambda max_length: {POSITIONS: torch.arange(max_length)},
+    fuse_norms=fuse_standard_norms,
+    finish=_leave,
+    weights=Dequantize(),
+    after_saving=_leave,
+)

@@ -1,0 +1,110 @@
+"""Engines of a bundle: how they are listed, and the one that serves a GPU.
+
+A bundle's manifest lists its engines. In a folder of their own `engines.json` does, in the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .bundle import Bundle, EngineEntry, FileEntry, build_dataclass, check_safe_path, file_sha256
+from .errors import BundleError
+
+__all__ = ["INDEX_NAME", "EngineIndex", "find_engine", "read_index"]
+
+INDEX_NAME = "engines.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIndex:
+    """What `engines.json` says: engines, and the size and hash of their files, by paths relative to it."""
+
+    engines: tuple[EngineEntry, ...]
+    files: Mapping[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            check_safe_path(name)
+        for engine in self.engines:
+            if engine.path not in self.files:
+                raise BundleError(
+                    f"{INDEX_NAME} names the engine {engine.path!r} but does not list it among its files."
+                )
+
+
+def read_index(folder: Path) -> EngineIndex:
+    """Read the list of a folder of engines.
+
+    Raises:
+        BundleError: there is none, it is not JSON, or a field is missing, unknown or of the wrong type.
+    """
+    try:
+        data = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BundleError(f"{folder} has no {INDEX_NAME}: `paceline build DIR -o {folder}` makes one.") from error
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{folder / INDEX_NAME} is not valid JSON ({error}); build the engines again.") from error
+    return build_dataclass(EngineIndex, data, INDEX_NAME)
+
+
+def find_engine(
+    bundle: Bundle,
+    which: str,
+    *,
+    backend: str,
+    backend_version: str,
+    sm: str,
+    folder: Path | None = None,
+    verify_hash: bool = False,
+) -> tuple[Path, EngineEntry]:
+    """The engine of one of a bundle's models for the GPU and the version of TensorRT at hand, and its file.
+
+    Args:
+        bundle: whose graphs the engine must be of.
+        which: `target` or `draft`.
+        backend: what runs it, such as `tensorrt-rtx`.
+        backend_version: of what runs it; no other version's engine will do.
+        sm: compute capability of the GPU, such as `8.9`.
+        folder: of engines that are not in the bundle.
+        verify_hash: compare the file's SHA-256, too, and not its size alone.
+
+    Raises:
+        BundleError: there is none, with what the engines were built for beside what is at hand; or its file is missing,
+            truncated or altered.
+    """
+    model = getattr(bundle.manifest, which)
+    if model is None:
+        raise BundleError(f"{bundle.root} has no {which} model, and so no engine of one.")
+    root = bundle.root if folder is None else folder
+    index = EngineIndex(bundle.manifest.engines, bundle.manifest.files) if folder is None else read_index(folder)
+    mend = f"Build it: `paceline build {bundle.root} --backend {backend} --sm {sm}`."
+    left = [engine for engine in index.engines if engine.model == which]
+    if not left:
+        raise BundleError(f"{root} has no engine of the {which}. {mend}")
+    model_sha256 = bundle.manifest.graph_sha256(model)
+    for built, here, field, wanted in (
+        ("for", "what runs it is", "backend", backend),
+        ("for compute capability", "this GPU has", "sm", sm),
+        (f"by {backend}", "what is installed is", "backend_version", backend_version),
+        ("from the graph with SHA-256", "the bundle's has", "graph_sha256", model_sha256),
+    ):
+        found = sorted({getattr(engine, field) for engine in left})
+        left = [engine for engine in left if getattr(engine, field) == wanted]
+        if not left:
+            raise BundleError(
+                f"{root}: the {which}'s engine was built {built} {', '.join(found)}, and {here} {wanted}. {mend}"
+            )
+    (engine,) = left[-1:]
+    path, listed = root / engine.path, index.files[engine.path]
+    if not path.is_file():
+        raise BundleError(f"{root}: the engine {engine.path!r} is missing. {mend}")
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise BundleError(f"{root}: {engine.path!r} is a link that leads out of the folder; refusing to follow it.")
+    if (size := path.stat().st_size) != listed.size:
+        raise BundleError(f"{root}: the engine {engine.path!r} has {size} bytes, expected {listed.size}. {mend}")
+    if verify_hash and (digest := file_sha256(path)) != listed.sha256:
+        raise BundleError(f"{root}: the engine {engine.path!r} has SHA-256 {digest}, expected {listed.sha256}. {mend}")
+    return path, engine

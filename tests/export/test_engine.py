@@ -1,0 +1,229 @@
+"""Builds in TensorRT-RTX, ahead of time: what a strict build passes and what it refuses, and `paceline build`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import transformers
+from small_trt import LAYERS, small_profiles, write_small_graph
+from tiny import sizes, tiny_checkpoint
+
+from paceline.bundle import Bundle, EngineProfile
+from paceline.engines import find_engine
+from paceline.errors import BuildError, InvalidInputError
+from paceline_export.engine.backends import BACKENDS
+from paceline_export.engine.build import Plan, build_plan
+from paceline_export.engine.bundle import build_engines
+from paceline_export.engine.profiles import ProfileRows
+from paceline_export.export import export_bundle
+from paceline_export.source import resolve
+
+pytest.importorskip("tensorrt_rtx", reason="pip install 'paceline[trt]'")
+
+RTX = BACKENDS["tensorrt-rtx"]
+Profiles = tuple[EngineProfile, ...]
+
+
+def build(graph: Path, profiles: Profiles | None = None, *, sm: str = "8.9", **options: Any) -> Plan:
+    return build_plan(graph, profiles or small_profiles(), backend=RTX, sm=sm, **options)
+
+
+@pytest.mark.parametrize("sm", RTX.targets)
+def test_a_sound_graph_builds_for_every_gpu(sm: str, tmp_path: Path) -> None:
+    shares: list[float] = []
+    plan = build(write_small_graph(tmp_path), sm=sm, on_progress=shares.append)
+    assert plan.findings == ()
+    assert len(memoryview(plan.content)) > 50_000
+    assert plan.attention == LAYERS
+    assert [(profile.name, profile.fused_attention) for profile in plan.profiles] == [
+        ("verify", LAYERS),
+        ("prefill", LAYERS),
+    ]
+    assert all(profile.activation_bytes for profile in plan.profiles)
+    assert plan.weight_bytes is not None
+    assert plan.weight_bytes > 200_000  # six projections of 128 x 128 in float16
+    assert shares[-1] == 1.0
+    assert max(shares) <= 1.0
+    assert len(shares) > 5
+
+
+def changed(profile: EngineProfile, **shapes: Any) -> EngineProfile:
+    return dataclasses.replace(profile, shapes={**profile.shapes, **shapes})
+
+
+def _unknown(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return changed(first, nothing=((1,), (1,), (1,))), second
+
+
+def _missing(first: EngineProfile, second: EngineProfile) -> Profiles:
+    shapes = {name: shape for name, shape in first.shapes.items() if name != "write_indices"}
+    return dataclasses.replace(first, shapes=shapes), second
+
+
+def _inconsistent(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return changed(first, write_indices=((1,), (2,), (3,))), second
+
+
+def _with_forgotten(first: EngineProfile, second: EngineProfile) -> Profiles:
+    shapes = {"forgotten": ((1, 4), (2, 4), (2, 4))}
+    return changed(first, **shapes), changed(second, **shapes)
+
+
+def _same(first: EngineProfile, second: EngineProfile) -> Profiles:
+    return first, second
+
+
+TRAPS: dict[str, tuple[dict[str, bool], Callable[[EngineProfile, EngineProfile], Profiles], str]] = {
+    "an unused input": ({"unused": True}, _with_forgotten, "no layer reads the input 'forgotten'"),
+    "valid lengths that are dropped": ({"nonpad": True}, _same, "TensorRT ignores nonpad_kv_seqlen, which 'n_a0'"),
+    "attention that is not fused": ({"unfused": True}, _same, "in the profile 'verify' 0 of 2 layers attend in one"),
+    "an unknown tensor": ({}, _unknown, "the profile 'verify' names 'nothing', which is no input"),
+    "largest shapes that do not go together": (
+        {},
+        _inconsistent,
+        "the profile 'verify' gives the dimension 'batch' sizes that clash in its largest shapes: 2 (input_ids), 3 (",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_strict_build_refuses_what_tensorrt_lets_pass(name: str, tmp_path: Path) -> None:
+    faults, change, message = TRAPS[name]
+    graph, profiles = write_small_graph(tmp_path, **faults), change(*small_profiles())
+    with pytest.raises(BuildError, match=re.escape(message)):
+        build(graph, profiles)
+    plan = build(graph, profiles, strict=False)
+    assert any(message in finding for finding in plan.findings)
+    assert len(memoryview(plan.content)) > 0
+
+
+def test_attention_without_a_kernel_of_its_own_does_not_build(tmp_path: Path) -> None:
+    """TensorRT-RTX refuses an `Attention` that it cannot fuse; only one that is written out can be slow unseen."""
+    graph, profiles = write_small_graph(tmp_path, size=512), small_profiles(size=512)
+    for strict in (True, False):
+        with pytest.raises(BuildError, match=r"cannot build .* compute capability 8\.9: .*Attention operation was not"):
+            build(graph, profiles, strict=strict)
+
+
+def test_a_profile_without_an_input_is_refused(tmp_path: Path) -> None:
+    graph, profiles = write_small_graph(tmp_path), _missing(*small_profiles())
+    with pytest.raises(BuildError, match="the profile 'verify' gives no shape for the input 'write_indices'"):
+        build(graph, profiles)
+    with pytest.raises(BuildError):
+        build(graph, profiles, strict=False)
+
+
+def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
+    path = write_small_graph(tmp_path)
+    model = onnx.load(path)
+    next(node for node in model.graph.node if node.op_type == "Attention").op_type = "NoSuchOperator"
+    onnx.save(model, path)
+    with pytest.raises(BuildError, match=r"cannot parse .*NoSuchOperator"):
+        build(path)
+
+
+def export_pair(folder: Path, precision: str, draft_precision: str) -> Path:
+    """A tied Qwen2, and itself as its draft."""
+    config = transformers.Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True))
+    source = resolve(str(tiny_checkpoint(folder / "model", config)))
+    options: dict[str, Any] = {"calibration": "none", "quality": False, "draft_vocab": 200}
+    options |= {"flavor": "trt", "precision": precision, "draft_precision": draft_precision}
+    export_bundle(source, source, folder / "bundle", **options)
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_pair(tmp_path_factory.mktemp("pair"), "int4", "fp8")
+
+
+def test_a_bundle_gets_its_engines(pair: Path) -> None:
+    stages: list[str] = []
+    bundle = Bundle.open(pair)
+    report = build_engines(
+        bundle,
+        ["8.9", "12.0"],
+        profile_rows=[ProfileRows("target", "long", (64, 128, 128))],
+        max_length=128,
+        max_draft_tokens=4,
+        max_batch=3,
+        workspace=1 << 28,
+        on_progress=lambda stage, done: stages.append(stage),
+    )
+    again = Bundle.open(pair, verify_hashes=True).manifest
+    assert again.engines == tuple(engine.entry for engine in report.engines)
+    assert [(entry.model, entry.sm, entry.precision) for entry in again.engines] == [
+        ("target", "8.9", "int4"),
+        ("draft", "8.9", "fp8"),
+        ("target", "12.0", "int4"),
+        ("draft", "12.0", "fp8"),
+    ]
+    for engine in report.engines:
+        assert engine.findings == ()
+        names = ["verify", "prefill", "long"] if engine.entry.model == "target" else ["step", "prefill"]
+        assert [(profile.name, profile.fused_attention) for profile in engine.profiles] == [(name, 2) for name in names]
+        assert engine.attention == 2
+        assert engine.bytes == again.files[engine.entry.path].size
+        model = again.target if engine.entry.model == "target" else again.draft
+        assert model is not None
+        assert engine.entry.graph_sha256 == bundle.manifest.graph_sha256(model)
+        assert engine.entry.profiles[0].shapes["past_key_values.0.key"][2] == (3, 2, 128, 64)
+        assert engine.entry.weight_bytes
+        assert engine.entry.activation_bytes
+        version = engine.entry.backend_version
+        where = find_engine(
+            Bundle.open(pair), engine.entry.model, backend=RTX.name, backend_version=version, sm=engine.entry.sm
+        )
+        assert where == (pair / engine.entry.path, engine.entry)
+    assert stages[0] == "target, compute capability 8.9"
+    assert stages[-1] == "list the engines"
+
+
+def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pair: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"compute capability '7\.5' cannot hold int4"):
+        build_engines(Bundle.open(pair), ["8.9", "7.5"])
+    with pytest.raises(InvalidInputError, match=r"compute capability '8\.6' cannot hold fp8"):
+        build_engines(Bundle.open(pair), ["8.9", "8.6"])
+
+
+def test_the_other_precisions_build(tmp_path: Path) -> None:
+    bundle = Bundle.open(export_pair(tmp_path, "bf16", "int8"))
+    report = build_engines(bundle, ["8.6"], max_length=128, max_draft_tokens=4)
+    assert [(engine.entry.precision, engine.findings) for engine in report.engines] == [("bf16", ()), ("int8", ())]
+
+
+def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline_export.engine.bundle as module
+
+    def fail_second(*args: Any, **options: Any) -> Plan:
+        if options["sm"] == "12.0":
+            raise BuildError("no")
+        return build_plan(*args, **options)
+
+    monkeypatch.setattr(module, "build_plan", fail_second)
+    with pytest.raises(BuildError, match="no"):
+        build_engines(Bundle.open(pair), ["8.9", "12.0"], max_length=128, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "fp8", "int4"])
+def test_smollm2_builds_strictly_for_every_gpu(precision: str, tmp_path: Path) -> None:
+    """Draft and target, with their profiles, in the memory of a small machine."""
+    source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
+    options: dict[str, Any] = {"quality": False, "max_length": 2048}
+    options |= {"calibration": "none"} if precision == "int4" else {}
+    export_bundle(source, source, tmp_path / "bundle", flavor="trt", precision=precision, **options)
+    sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
+    report = build_engines(Bundle.open(tmp_path / "bundle"), sms)
+    assert len(report.engines) == 2 * len(sms)
+    assert all(profile.fused_attention == 30 for engine in report.engines for profile in engine.profiles)
+    # Few-bit weights are multiplied as they are: written out as floats, SmolLM2's take more than 100 MB.
+    assert all((engine.entry.activation_bytes or 0) < 50e6 for engine in report.engines)
+    assert report.peak_memory < 4e9
