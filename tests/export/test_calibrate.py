@@ -82,7 +82,8 @@ def test_an_export_says_what_it_costs(llama: Path, tmp_path: Path) -> None:
     kl = {name: entry.quality.prompts.kl for name, entry in entries.items() if entry.quality is not None}
     assert 0 <= kl["fp32"] < 1e-6 < kl["int8"] < kl["gptq"] < kl["none"]
     attention = {f"model.layers.{layer}.self_attn.{part}_proj.weight": 8 for layer in range(2) for part in "qkvo"}
-    for name, calibration, mixed in (("gptq", "gptq", attention), ("none", None, attention), ("int8", None, None)):
+    wide = attention | {f"lm_head.weight[:{ARCHITECTURES['llama'].vocab_size}]": 8}
+    for name, calibration, mixed in (("gptq", "gptq", wide), ("none", None, wide), ("int8", None, None)):
         assert (entries[name].calibration, entries[name].mixed_bits) == (calibration, mixed)
     quality = entries["fp32"].quality
     assert quality is not None

@@ -134,8 +134,8 @@ TRT = Flavor(
     precisions={
         "fp16": WeightFormat("float16", None, None, None, None, symmetric=True),
         "bf16": WeightFormat("bfloat16", None, None, None, None, symmetric=True),
-        "int8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True),
         "fp8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True, float8=True),
+        "int8": WeightFormat("float16", 8, 8, 8, 8, symmetric=True),
         # TensorRT refuses zero points.
         "int4": WeightFormat("float16", 4, 8, 8, 8, symmetric=True),
     },
