@@ -53,7 +53,7 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
         return 1000 * float(one["decode_s"]) / decoded(one)
 
     def ms_whole(one: dict[str, Any]) -> float:
-        return 1000 * float(sum(one["steps_s"])) / sum(one["steps_tokens"])
+        return float(1000 * sum(one["steps_s"]) / sum(one["steps_tokens"]))
 
     def at(values: list[float], share: int) -> float:
         return sorted(values)[max(math.ceil(share / 100 * len(values)) - 1, 0)]
@@ -206,22 +206,25 @@ def test_a_single_text_has_no_interval() -> None:
     assert "auto" in report(document, summarise(document))
 
 
-def simulated(rng: np.random.Generator, prompts: int, repeats: int) -> list[Term]:
+def simulated(rng: np.random.Generator, prompts: int, repeats: int, differ: float = 0.2) -> list[Term]:
     """Plain over another method that is 1.5 times as fast; prompts differ, and the machine drifts for both."""
     drift = rng.normal(0, 0.2, (prompts, repeats))
-    hard = rng.normal(0, 0.2, (prompts, 1))
+    hard = rng.normal(0, differ, (prompts, 1))
     plain = np.exp(3 + drift + rng.normal(0, 0.03, (prompts, repeats)))
     other = np.exp(3 - math.log(1.5) + hard + drift + rng.normal(0, 0.03, (prompts, repeats)))
     counts = np.full(prompts, repeats)
     return [Term(Times(plain, counts), 1), Term(Times(other, counts), -1)]
 
 
-@pytest.mark.parametrize(("prompts", "repeats"), [(3, 4), (12, 2)])
-def test_intervals_hold_the_truth_as_often_as_they_say(prompts: int, repeats: int) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "repeats", "fixed"), [(3, 4, False), (12, 2, False), (3, 2, True), (1, 4, True), (20, 1, True)]
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(prompts: int, repeats: int, fixed: bool) -> None:
     rng = np.random.default_rng(5)
     hits = 0
     for _ in range(150):
-        found = estimate(simulated(rng, prompts, repeats))
+        terms = simulated(rng, prompts, repeats, differ=0.0 if fixed else 0.2)
+        found = estimate(terms, fixed_prompts=fixed)
         assert found is not None
         assert found.low is not None
         assert found.high is not None
@@ -248,7 +251,11 @@ def test_missing_repeats_are_never_drawn() -> None:
     found = estimate([Term(Times(values, np.array([1, 2])), 1)])
     assert found is not None
     assert found.value == pytest.approx(math.sqrt(2))
-    assert (found.low, found.high) == (pytest.approx(1), pytest.approx(2))
+    # The bootstrap's figures are 1, √2 (twice as often) and 2: a standard error of √2 · log 2 / √8.
+    assert found.low is not None
+    assert found.high is not None
+    assert math.log(found.high / found.value) == pytest.approx(12.706 * math.log(2) / 2, rel=0.05)
+    assert found.low * found.high == pytest.approx(2)
     assert estimate([Term(Times(np.zeros((0, 0)), np.zeros(0, np.int64)), 1)]) is None
 
 

@@ -116,7 +116,7 @@ def test_bars_of_shares_fill_the_width() -> None:
     tops = {bar.get("y") for bar in drawn.findall("rect")}
     for top in tops:
         widths = [float(bar.get("width", "nan")) for bar in drawn.findall("rect") if bar.get("y") == top]
-        assert sum(widths) == pytest.approx(420 - 14 - 12, rel=0.02)
+        assert sum(widths) == pytest.approx(420 - 2 * 20, rel=0.02)
 
 
 def test_names_are_escaped() -> None:

@@ -15,6 +15,7 @@ from .benchmark.compare import changes, differences
 from .benchmark.document import Document
 from .benchmark.figures import summarise
 from .benchmark.page import page
+from .benchmark.peers import PEERS
 from .benchmark.prompts import SETS
 from .benchmark.report import compared, report
 from .benchmark.runner import run_benchmark
@@ -117,6 +118,19 @@ class DraftTokensList(click.ParamType[tuple[int | str, ...]]):
     default="auto",
     show_default=True,
     help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
+)
+@click.option(
+    "--against",
+    metavar="NAME:TARGET[:DRAFT]",
+    multiple=True,
+    help=f"Measure a peer in the same turns: {', '.join(PEERS)}, with its own export of the model. May be repeated.",
+)
+@click.option(
+    "--peer-python",
+    "peer_pythons",
+    metavar="NAME:PYTHON",
+    multiple=True,
+    help="The Python that has the peer's package.  [default: this one]",
 )
 @click.option("--json", "json_file", type=OUTPUT_FILE, help="Write everything that was measured, too.")
 @click.option("--html", "html_file", type=OUTPUT_FILE, help="Write a page with charts, too.")

@@ -15,6 +15,9 @@ COLOURS = 8
 _WIDTH = 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 14, 12, 40
 _HEIGHT = 250
+# Intervals of few prompts are wide: they are cut at so many times the largest value.
+_MOST_REACH = 1.5
+_SIDE = 20  # where values stand below, on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class _Axis:
         self.low, self.high = self.ticks[0], self.ticks[-1]
 
     def at(self, value: float) -> float:
+        """Where a value stands; one beyond the axis stands at its end."""
+        value = min(max(value, self.low), self.high)
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
@@ -108,8 +113,9 @@ def lines(
     label: str, series: Sequence[Series], x_label: str, y_label: str, *, unit: str = "", base: float | None = None
 ) -> Markup:
     """Lines over a common x axis; `base` draws a level to compare with."""
-    ends = [end for one in series for found in one.ranges if found for end in found]
-    ys = [*(y for one in series for _, y in one.points), *ends, *([] if base is None else [base])]
+    ys = [*(y for one in series for _, y in one.points), *([] if base is None else [base])]
+    most = _MOST_REACH * max(ys)
+    ys += [min(end, most) for one in series for found in one.ranges if found for end in found]
     xs = [x for one in series for x, _ in one.points]
     x = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
     if all(float(value).is_integer() for value in xs) and max(xs) - min(xs) <= 16:
@@ -145,8 +151,8 @@ def columns(label: str, series: Sequence[Series], x_label: str, y_label: str, *,
     canvas.axes(x, y, x_label, y_label, unit, x_ticks=False)
     room = (x.end - x.start) / places
     width = 0.8 * room / len(series)
-    for place in range(places):
-        canvas.text(x.start + (place + 0.5) * room, y.start + 16, str(place))
+    for number in range(places):
+        canvas.text(x.start + (number + 0.5) * room, y.start + 16, str(number))
     for index, one in enumerate(series):
         for place, value in one.points:
             left = x.start + (place + 0.1) * room + index * width
@@ -159,8 +165,9 @@ def columns(label: str, series: Sequence[Series], x_label: str, y_label: str, *,
 
 def ranges(label: str, rows: Sequence[tuple[str, Sequence[Range]]], x_label: str, *, unit: str, base: float) -> Markup:
     """A row for each name, with values and their intervals below each other; `base` is a level to compare with."""
+    most = _MOST_REACH * max(base, *(one.value for _, found in rows for one in found))
     ends = [end for _, found in rows for one in found for end in (one.value, one.low, one.high) if end is not None]
-    x = _Axis(min(*ends, base), max(*ends, base), 12, _WIDTH - _RIGHT)
+    x = _Axis(min(*ends, base), min(max(*ends, base), most), _SIDE, _WIDTH - _SIDE)
     heights = [24 + 14 * len(found) for _, found in rows]
     bottom = sum(heights) + 8
     canvas = _Canvas(bottom + _BOTTOM, label)
@@ -171,7 +178,7 @@ def ranges(label: str, rows: Sequence[tuple[str, Sequence[Range]]], x_label: str
     canvas.text((x.start + x.end) / 2, bottom + 33, x_label, kind="axis")
     top = 4.0
     for (name, found), height in zip(rows, heights, strict=True):
-        canvas.text(x.start, top + 14, name, "start", "row")
+        canvas.text(4, top + 14, name, "start", "row")
         for index, one in enumerate(found):
             y = top + 26 + 14 * index
             text = f"{name}, {one.name}: {one.value:.2f}{unit}"
@@ -186,7 +193,7 @@ def ranges(label: str, rows: Sequence[tuple[str, Sequence[Range]]], x_label: str
 
 def stacks(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], x_label: str) -> Markup:
     """A bar of shares for each name; the n-th share has colour n."""
-    x = _Axis(0.0, 100.0, 12, _WIDTH - _RIGHT)
+    x = _Axis(0.0, 100.0, _SIDE, _WIDTH - _SIDE)
     bottom = 44.0 * len(rows) + 4
     canvas = _Canvas(bottom + _BOTTOM, label)
     for tick in x.ticks:
@@ -195,7 +202,7 @@ def stacks(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], 
     canvas.text((x.start + x.end) / 2, bottom + 33, x_label, kind="axis")
     for index, (name, shares) in enumerate(rows):
         top = 44.0 * index + 4
-        canvas.text(x.start, top + 14, name, "start", "row")
+        canvas.text(4, top + 14, name, "start", "row")
         begin = 0.0
         for colour, (part, share) in enumerate(shares):
             width = max(100 * share, 0.0)

@@ -69,10 +69,10 @@ def changes(old: Document, new: Document, tolerance: float) -> list[Change]:
         for index in pair.new.methods:
             name = new.methods[index].name
             before = next((other for other in pair.old.methods if old.methods[other].name == name), None)
-            if before is None or not pair.prompts:
+            if before is None or not pair.prompts or before in pair.old.failed or index in pair.new.failed:
                 continue
             for figure, terms in pair.terms(before, index):
-                ratio = estimate(terms, _LEVEL)
+                ratio = estimate(terms, _LEVEL, fixed_prompts=True)
                 assert ratio is not None  # there are prompts
                 verdict = _verdict(ratio, tolerance)
                 found.append(Change(sampling, name, figure, len(pair.prompts), ratio, verdict))

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from paceline.bundle import build_dataclass
 from paceline.errors import BundleError, InvalidInputError
 
-from .measurement import Measurement
+from .measurement import Failure, Measurement
 from .methods import Method
 
-__all__ = ["FORMAT", "VERSION", "Document", "MeasuredPrompt", "SkippedPrompt"]
+__all__ = ["FORMAT", "VERSION", "Document", "Failure", "MeasuredPrompt", "SkippedPrompt"]
 
 FORMAT = "paceline bench"
 VERSION = 1
@@ -65,6 +65,7 @@ class Document:
         prompts: what was continued.
         skipped: what was left out.
         measurements: one for each text, in the order in which they were written.
+        failures: of peers, at most one of each method: from there on it was left out.
     """
 
     run: Mapping[str, Any]
@@ -72,6 +73,7 @@ class Document:
     prompts: tuple[MeasuredPrompt, ...]
     skipped: tuple[SkippedPrompt, ...]
     measurements: tuple[Measurement, ...]
+    failures: tuple[Failure, ...] = ()
 
     @property
     def samplings(self) -> list[str]:
@@ -97,6 +99,7 @@ class Document:
             "methods": [asdict(method) for method in self.methods],
             "prompts": [asdict(prompt) for prompt in self.prompts],
             "skipped": [asdict(prompt) for prompt in self.skipped],
+            "failures": [asdict(failure) for failure in self.failures],
             "summary": summary,
         }
         lines = ",\n  ".join(json.dumps(asdict(one)) for one in self.measurements)
@@ -129,6 +132,7 @@ class Document:
                 _list(MeasuredPrompt, data, "prompts"),
                 _list(SkippedPrompt, data, "skipped"),
                 _list(Measurement, data, "measurements"),
+                _list(Failure, data, "failures"),
             )
             document._check()
         except BundleError as error:

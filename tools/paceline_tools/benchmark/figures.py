@@ -16,7 +16,7 @@ from .bootstrap import Estimate, Term, Times, estimate
 from .document import Document
 from .forecast import forecast
 from .measurement import Measurement
-from .methods import PLAIN
+from .methods import OURS, PLAIN
 
 __all__ = ["FEWEST_TOKENS", "GAPS", "Runs", "summarise"]
 
@@ -29,7 +29,7 @@ class Runs:
     """The measurements of one sampling, by method, and which of them can be timed.
 
     A prompt's repeat is timed where every method has written at least `FEWEST_TOKENS` tokens behind the first: so all
-    methods are compared on the same texts, also after Ctrl-C.
+    methods are compared on the same texts, also after Ctrl-C. A peer's method that failed has no times.
     """
 
     def __init__(self, document: Document, sampling: str) -> None:
@@ -37,17 +37,19 @@ class Runs:
         self.sampling = sampling
         self.methods = [index for index, method in enumerate(document.methods) if method.sampling == sampling]
         self.plain = next((index for index in self.methods if document.methods[index].name == PLAIN), None)
+        self.failed = {failure.method for failure in document.failures}
+        needed = [index for index in self.methods if index not in self.failed]
         self.by_method: dict[int, list[Measurement]] = defaultdict(list)
         cells: dict[tuple[int, int], dict[int, Measurement]] = defaultdict(dict)
         for one in document.measurements:
-            if one.method in self.methods:
+            if one.method in needed:
                 self.by_method[one.method].append(one)
                 if one.decoded >= FEWEST_TOKENS and one.decode_s > 0 and one.steps_s[0] > 0:
                     cells[one.prompt, one.repeat][one.method] = one
         # Of each prompt, the repeats that can be timed.
         self.timed: dict[int, list[dict[int, Measurement]]] = defaultdict(list)
         for (prompt, _), cell in sorted(cells.items()):
-            if len(cell) == len(self.methods):
+            if len(cell) == len(needed):
                 self.timed[prompt].append(cell)
 
     def prompts(self, category: str | None) -> list[int]:
@@ -101,7 +103,8 @@ def summarise(document: Document) -> dict[str, Any]:
 
 
 def _figures(runs: Runs, method: int, category: str | None) -> dict[str, Any]:
-    texts, prompts = runs.texts(method, category), runs.prompts(category)
+    ours = runs.document.methods[method].engine == OURS
+    texts, prompts = runs.texts(method, category), [] if method in runs.failed else runs.prompts(category)
     ms = runs.times(method, prompts, decoding)
     ms_whole = runs.times(method, prompts, whole)
     per_token = estimate([Term(ms, 1)])
@@ -131,16 +134,16 @@ def _figures(runs: Runs, method: int, category: str | None) -> dict[str, Any]:
         "proposed_at": proposed,
         "accepted_at": accepted,
         "acceptance_rate": sum(accepted) / sum(proposed) if proposed else None,
-        "block_efficiency": decoded / rounds if rounds else None,
+        "block_efficiency": decoded / rounds if rounds and ours else None,
         "accepted_lengths": _histogram(texts),
-        "shares": _shares(texts),
+        "shares": _shares(texts) if ours else None,
         "same_as_plain": _same_as_plain(runs, method, category),
         "energy_j_per_token": sum(joules) / tokens if tokens and len(joules) == len(texts) else None,
     }
 
 
 def _as_dict(found: Estimate | None) -> dict[str, float | None] | None:
-    return found and asdict(found)
+    return asdict(found) if found else None
 
 
 def _gaps(texts: Sequence[Measurement], *, per_token: bool) -> tuple[list[float], list[int]]:
@@ -183,7 +186,7 @@ def _histogram(texts: Sequence[Measurement]) -> list[int]:
         for proposed, accepted in zip(one.steps_proposed[1:], one.steps_accepted[1:], strict=True)
         if proposed
     ]
-    return np.bincount(counts).tolist() if counts else []  # type: ignore[no-any-return]
+    return np.bincount(counts).tolist() if counts else []
 
 
 def _shares(texts: Sequence[Measurement]) -> dict[str, float] | None:
@@ -210,7 +213,8 @@ def _predicted(runs: Runs, method: int, prompts: Sequence[int]) -> float | None:
 
 def _same_as_plain(runs: Runs, method: int, category: str | None) -> dict[str, int] | None:
     """Of greedy texts: prompts whose first text is plain decoding's, of how many."""
-    if runs.plain is None or method == runs.plain or runs.document.methods[method].temperature:
+    one = runs.document.methods[method]
+    if runs.plain is None or method == runs.plain or one.temperature or one.engine != OURS:
         return None
     plain = {one.prompt: one.text for one in runs.texts(runs.plain, category) if one.repeat == 0}
     ours = {one.prompt: one.text for one in runs.texts(method, category) if one.repeat == 0}

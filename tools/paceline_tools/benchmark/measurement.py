@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline import SamplingParams, SpeculativeDecoder
+from paceline_tools.peers.engines import EngineError, EngineProcess
 
 from .meters import EnergyMeter
-from .methods import Method
+from .methods import OURS, Method
 
-__all__ = ["Measurement", "Plan", "measure"]
+__all__ = ["Failure", "Measurement", "Plan", "measure"]
 
 _WARM_UP_TOKENS = 16
 _DIGITS = 6  # of seconds: a document holds microseconds
@@ -37,7 +39,7 @@ class Measurement:
         decode_s: time in rounds, inside the generator.
         target_s: the part of it in the target's own runs.
         draft_s: the part of it in the draft's own runs.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; None of a peer, which also has no times of models, and nothing drafted.
         text: a hash of the emitted ids: equal texts have equal ones.
         predicted_speedup: what the planner expected; None where nothing was planned.
         energy_j: joules of the processor's packages meanwhile; None where the machine does not tell.
@@ -81,6 +83,16 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A peer could not write a text; `prompt`, `method` and `repeat` as in `Measurement`."""
+
+    prompt: int
+    method: int
+    repeat: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How texts are written.
 
@@ -111,8 +123,9 @@ def measure(
     prompts: Sequence[Sequence[int]],
     plan: Plan,
     meter: EnergyMeter,
+    engines: Mapping[str, EngineProcess],
     on_progress: Callable[[str, float], None],
-) -> Iterator[Measurement]:
+) -> Iterator[Measurement | Failure]:
     """Write every text, after a short one by each method to warm up.
 
     Repeat by repeat, prompt by prompt, all methods write in turn: a machine that grows warmer or busier favours none.
@@ -123,22 +136,37 @@ def measure(
         prompts: token ids.
         plan: how texts are written.
         meter: of energy.
+        engines: the peers' processes, by name. A peer's method that fails is left out from there on.
         on_progress: takes the stage at hand and the fraction of the whole that is done.
     """
     if plan.ignore_end:
         decoder = replace(decoder, eos_token_ids=())
     count = len(plan.methods)
-    for done, method in enumerate(plan.methods):
+    failed: set[int] = set()
+
+    def write(prompt: int, index: int, repeat: int, plan: Plan) -> Measurement | Failure:
+        where, method = (prompt, index, repeat), plan.methods[index]
+        if method.engine == OURS:
+            return _write(decoder, prompts[prompt], method, plan, meter, where)
+        try:
+            return _write_by_peer(engines[method.engine], decoder, prompts[prompt], method, plan, meter, where)
+        except EngineError as error:
+            failed.add(index)
+            return Failure(*where, str(error))
+
+    short = replace(plan, max_new_tokens=min(_WARM_UP_TOKENS, plan.max_new_tokens))
+    for index in range(count):
         on_progress("warm up", 0.0)
-        short = replace(plan, max_new_tokens=min(_WARM_UP_TOKENS, plan.max_new_tokens))
-        _write(decoder, prompts[0], method, short, meter, (0, done, 0))
+        if isinstance(found := write(0, index, 0, short), Failure):
+            yield found
     done = 0
     for repeat in range(plan.repeats):
-        for prompt, ids in enumerate(prompts):
+        for prompt in range(len(prompts)):
             order = [(prompt + index) % count for index in range(count)]
             for index in order if repeat % 2 == 0 else reversed(order):
                 on_progress(f"repeat {repeat + 1} of {plan.repeats}", done / (count * len(prompts) * plan.repeats))
-                yield _write(decoder, ids, plan.methods[index], plan, meter, (prompt, index, repeat))
+                if index not in failed:
+                    yield write(prompt, index, repeat, plan)
                 done += 1
     on_progress("done", 1.0)
 
@@ -182,7 +210,55 @@ def _write(
         round(stats.target_s, _DIGITS),
         round(stats.draft_s, _DIGITS),
         generation.finish_reason,
-        hashlib.sha256(np.array(generation.token_ids, np.int64).tobytes()).hexdigest()[:16],
+        _hash(generation.token_ids),
         stats.predicted_speedup,
         used,
     )
+
+
+def _write_by_peer(
+    engine: EngineProcess,
+    decoder: SpeculativeDecoder,
+    ids: Sequence[int],
+    method: Method,
+    plan: Plan,
+    meter: EnergyMeter,
+    where: tuple[int, int, int],
+) -> Measurement:
+    """A text of a peer, which tells its steps alone."""
+    engine.open(method.mode)
+    sampling = plan.sampling(method, where[2])
+    joules = meter.read()
+    found = engine.run(
+        method.mode,
+        prompt_ids=list(ids),
+        max_new_tokens=plan.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=-1 if sampling.seed is None else sampling.seed,
+        ignore_end=plan.ignore_end,
+        end_ids=list(decoder.eos_token_ids),
+    )
+    steps = tuple(round(float(one), _DIGITS) for one in found["steps_s"])
+    if not steps:
+        raise EngineError(f"{engine.name} wrote nothing.")
+    nothing = (0,) * len(steps)
+    return Measurement(
+        *where,
+        steps_s=steps,
+        steps_tokens=tuple(found["steps_tokens"]),
+        steps_proposed=nothing,
+        steps_accepted=nothing,
+        prefill_s=steps[0],
+        decode_s=round(math.fsum(steps[1:]), _DIGITS),
+        target_s=0.0,
+        draft_s=0.0,
+        finish_reason=None,
+        text=_hash(found["token_ids"]),
+        predicted_speedup=None,
+        energy_j=meter.since(joules),
+    )
+
+
+def _hash(token_ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.array(token_ids, np.int64).tobytes()).hexdigest()[:16]

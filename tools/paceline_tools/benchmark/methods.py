@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.errors import InvalidInputError
 
-__all__ = ["PLAIN", "Method", "all_methods", "method_name"]
+__all__ = ["OURS", "PLAIN", "Method", "all_methods", "method_name"]
 
 PLAIN = "plain"
+OURS = "paceline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Method:
         num_draft_tokens: as in `SpeculativeDecoder.generate`; 0 is plain decoding.
         drafter: as there; None is what the decoder takes.
         verification: the rule by which drafted tokens stand.
+        engine: paceline, or a peer; then the three before say nothing, and the name begins with the peer's.
+        mode: of a peer: `plain`, or `k…` with a draft.
     """
 
     name: str
@@ -32,6 +35,8 @@ class Method:
     num_draft_tokens: int | str
     drafter: str | None
     verification: str
+    engine: str = OURS
+    mode: str = ""
 
     @property
     def fixed(self) -> int | None:

@@ -82,9 +82,10 @@ def charts(document: Document, sampling: str, found: Mapping[str, Any]) -> Itera
         yield _lengths(methods, drafting, colour)
     runs = Runs(document, sampling)
     gaps = {document.methods[index].name: _bursts(runs, index) for index in runs.methods}
-    if all(len(values) for values in gaps.values()):
+    gaps = {name: values for name, values in gaps.items() if values}
+    if gaps:
         yield _latency(methods, gaps, colour)
-    if all(methods[name]["all"]["shares"] for name in methods):
+    if any(methods[name]["all"]["shares"] for name in methods):
         yield _time(methods)
 
 
@@ -225,7 +226,7 @@ def _latency(methods: Mapping[str, Any], gaps: Mapping[str, Sequence[float]], co
 
 
 def _time(methods: Mapping[str, Any]) -> Chart:
-    shares = {name: methods[name]["all"]["shares"] for name in methods}
+    shares = {name: found for name in methods if (found := methods[name]["all"]["shares"])}
     return Chart(
         "Where the time goes",
         "From the call to the last token.",

@@ -95,7 +95,7 @@ def spec_bench(path: Path | None, raw: bool = False) -> list[Prompt]:
             "Spec-Bench does not come with a package: give its file, as in spec-bench:question.jsonl "
             "(https://github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl)."
         )
-    prompts = []
+    prompts: list[Prompt] = []
     for row in rows_of(str(path)):
         category = row.text("category")
         prompts.append(Prompt(f"{category} {row.fields.get('question_id', len(prompts) + 1)}", category, _turn(row)))

@@ -164,6 +164,12 @@ def _notes(document: Document, summary: Mapping[str, Any]) -> str:
             f"{left_out} texts are left out of ms/token and speedup: in their turn some method wrote fewer than "
             f"{FEWEST_TOKENS} tokens behind the first step, or none."
         )
+    for failure in document.failures:
+        method = document.methods[failure.method]
+        lines.append(f"{method.name} ({method.sampling}) FAILED and was left out: {failure.reason}")
+    for name, peer in run.get("peers", {}).items():
+        versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
+        lines.append(f"{name}: {versions}; {size(peer['resident_bytes'])} resident; {' and '.join(peer['models'])}.")
     if document.skipped:
         lines.append(f"{len(document.skipped)} prompts were skipped: {document.skipped[0].reason}.")
     share = summary["bandwidth_share"]

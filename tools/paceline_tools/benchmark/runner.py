@@ -24,9 +24,10 @@ from paceline_tools.measure import machine
 from paceline_tools.progress import stages
 
 from .document import Document, MeasuredPrompt, SkippedPrompt
-from .measurement import Measurement, Plan, measure
+from .measurement import Failure, Measurement, Plan, measure
 from .meters import EnergyMeter, read_bandwidth
 from .methods import Method, all_methods
+from .peers import PEERS, PeerChoice, check_knobs, peer_methods, start_peers, stop_peers
 from .prompts import Prompt, read_prompts, unique
 
 __all__ = ["run_benchmark"]
@@ -50,6 +51,8 @@ def run_benchmark(
     provider: str,
     threads: int | None,
     profile: str,
+    against: tuple[str, ...],
+    peer_pythons: tuple[str, ...],
     **knobs: Any,
 ) -> Document:
     """Load a bundle, write all texts, and say what they took; the arguments are the options of `paceline bench`.
@@ -60,31 +63,54 @@ def run_benchmark(
         PacelineError: an argument that cannot be honoured, before anything is measured.
         KeyboardInterrupt: Ctrl-C before there was a text.
     """
-    methods = tuple(all_methods(draft_tokens, drafters, rules, temperatures))
+    ours = all_methods(draft_tokens, drafters, rules, temperatures)
+    pythons = dict(_name_and_path(text) for text in peer_pythons)
+    choices = [PeerChoice.parse(text, pythons) for text in against]
+    names = [choice.name for choice in choices]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"--against names a peer twice ({', '.join(names)}); take one at a time.")
+    if unused := pythons.keys() - names:
+        raise InvalidInputError(f"--peer-python is for peers of --against, and {', '.join(unused)} is none here.")
+    samplings = {method.sampling: method.temperature for method in ours}
+    methods = (*ours, *peer_methods(choices, draft_tokens, samplings))
     plan = Plan(methods, max_new_tokens, repeats, SamplingParams(**knobs), None if no_seed else seed, ignore_end)
     for method in methods:
         plan.sampling(method, 0)  # a temperature out of its range is said before anything is loaded
+    if choices:
+        check_knobs(plan.knobs)
     texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
     bundle = Bundle.open(folder)
     started = time.perf_counter()
     decoder = paceline.load(folder, provider=provider, threads=threads, profile=None if profile == "none" else profile)
     load_s = time.perf_counter() - started
     kept, ids, skipped = _encoded(decoder, texts, raw, max_new_tokens)
-    for method in methods:
+    for method in ours:
         _check(decoder, method, plan, ids[0])
+    threads_of_all = threads or len(os.sched_getaffinity(0))
+    engines = start_peers(choices, threads_of_all, methods)
+    peers: dict[str, Any] = {}
 
-    found: list[Measurement] = []
+    found: list[Measurement | Failure] = []
     begun, started = datetime.datetime.now(datetime.UTC), time.perf_counter()
     complete = False
     try:
         with stages() as on_progress:
-            for one in measure(decoder, ids, plan, EnergyMeter(), on_progress):
+            for one in measure(decoder, ids, plan, EnergyMeter(), engines, on_progress):
                 found.append(one)  # noqa: PERF402 - what came before Ctrl-C shall stay
         complete = True
     except KeyboardInterrupt:
-        if not found:
+        if not any(isinstance(one, Measurement) for one in found):
             raise
         click.echo("\nBroken off; what was measured is kept.", err=True)
+    finally:
+        for choice in choices:
+            engine = engines[choice.name]
+            peers[choice.name] = {
+                "versions": engine.versions,
+                "models": list(choice.models),
+                "resident_bytes": engine.resident_bytes(),
+            }
+        stop_peers(engines)
     seconds = time.perf_counter() - started
     on_host = provider in ("cpu", "openvino")
     manifest = bundle.manifest
@@ -114,13 +140,23 @@ def run_benchmark(
             "draft": manifest.draft and _model(manifest.draft),
         },
         "settings": settings,
+        "peers": peers,
         "load_s": load_s,
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "target_bytes": sum(entry.size for name, entry in manifest.files.items() if name.startswith("target/")),
-        "read_bytes_per_s": read_bandwidth(threads or len(os.sched_getaffinity(0))) if on_host else None,
+        "read_bytes_per_s": read_bandwidth(threads_of_all) if on_host else None,
     }
     run = json.loads(json.dumps(run))  # as a run that was saved has it
-    return Document(run, methods, tuple(kept), tuple(skipped), tuple(found))
+    measurements = tuple(one for one in found if isinstance(one, Measurement))
+    failures = tuple(one for one in found if isinstance(one, Failure))
+    return Document(run, methods, tuple(kept), tuple(skipped), measurements, failures)
+
+
+def _name_and_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition(":")
+    if name not in PEERS or not path:
+        raise InvalidInputError(f"--peer-python {text!r}: NAME:PYTHON is expected, with a name of {', '.join(PEERS)}.")
+    return name, path
 
 
 def _model(entry: ModelEntry) -> dict[str, str]:
