@@ -13,7 +13,7 @@ __all__ = ["COLOURS", "Range", "Series", "columns", "lines", "ranges", "stacks"]
 COLOURS = 8
 # The page shows a chart at 300 to 560 pixels, with larger letters on a phone.
 _WIDTH = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 20, 12, 40
 _HEIGHT = 250
 # Intervals of few prompts are wide: they are cut at so many times the largest value.
 _MOST_REACH = 1.5
@@ -120,7 +120,8 @@ def lines(
     x = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
     if all(float(value).is_integer() for value in xs) and max(xs) - min(xs) <= 16:
         x.low, x.high = min(xs) - 0.3, max(xs) + 0.3
-        x.ticks = [float(tick) for tick in range(round(min(xs)), round(max(xs)) + 1)]
+        places = range(round(min(xs)), round(max(xs)) + 1)
+        x.ticks = [float(tick) for tick in places[:: 1 + len(places) // 10]]
     y = _Axis(min(0.0, *ys), max(ys), _HEIGHT - _BOTTOM, _TOP + 14)
     canvas = _Canvas(_HEIGHT, label)
     canvas.axes(x, y, x_label, y_label, unit)
@@ -151,7 +152,7 @@ def columns(label: str, series: Sequence[Series], x_label: str, y_label: str, *,
     canvas.axes(x, y, x_label, y_label, unit, x_ticks=False)
     room = (x.end - x.start) / places
     width = 0.8 * room / len(series)
-    for number in range(places):
+    for number in range(0, places, 1 + places // 10):
         canvas.text(x.start + (number + 0.5) * room, y.start + 16, str(number))
     for index, one in enumerate(series):
         for place, value in one.points:
