@@ -22,8 +22,8 @@ from paceline.bundle import Bundle
 from paceline.tokenizer import Tokenizer
 from paceline_tools.demo import PROMPTS
 from paceline_tools.measure import machine
+from paceline_tools.peers.engines import EngineError, EngineProcess, adapter_command
 
-from .peers.engines import EngineError, EngineProcess
 from .peers.prompts import Prompt, edits, human_eval, spec_bench
 from .peers.report import summarise, tables
 
@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
 def start_engines(options: argparse.Namespace, engines: list[EngineProcess]) -> None:
     """Add what the options name to `engines`, each stopped until it is asked."""
     threads = str(options.threads)
-    engines.append(EngineProcess("paceline", "paceline", [str(options.bundle)]))
+    engines.append(
+        EngineProcess("paceline", [sys.executable, "-m", "tests.tools.peers.run_paceline", str(options.bundle)])
+    )
     rows = (
         ("llama.cpp", "llama_cpp", options.llama_cpp, 1, [threads]),
         ("openvino", "openvino", options.openvino, 2, [threads]),
@@ -77,7 +79,7 @@ def start_engines(options: argparse.Namespace, engines: list[EngineProcess]) -> 
         python, *paths = given.split(":")
         if len(paths) != count:
             raise EngineError(f"--{name.replace('.', '-')} needs a Python and {count} paths, by colons; got {given!r}.")
-        engines.append(EngineProcess(name, adapter, [*paths, *more], python))
+        engines.append(EngineProcess(name, adapter_command(python, adapter, [*paths, *more])))
 
 
 def open_methods(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from paceline_tools.peers.line_server import Request, record
+
 from .conftest import ROOT, environment
 from .measure_peers import read
-from .peers.line_server import Request, record
 from .peers.prompts import edits, human_eval, spec_bench
 from .peers.report import summarise, tables
 

@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "info": Row("Show what is in a bundle.", "tools"),
         "verify": Row("Test that speculative sampling keeps the target's law.", "cpu,tools"),
         "doctor": Row("Say what this machine can run, and what is missing.", "tools"),
+        "bench": Row("Measure plain and speculative decoding on your prompts, and compare runs.", "cpu,tools"),
         "demo": Row("Answer three prompts and measure speculative against plain decoding.", "cpu,tools"),
     }
 )

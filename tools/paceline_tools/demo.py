@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
 from .arguments import FOLDER, OUTPUT_FILE, THREADS, DraftTokens, provider_option
+from .files import write_whole
 from .measure import Comparison, compare, machine
 from .progress import stages
 from .tables import number, percent, table
@@ -140,12 +140,7 @@ def command(
             "machine": machine(),
             "prompts": {prompt.name: comparison.as_dict() for prompt, comparison in results},
         }
-        partial = json_file.with_name(f"{json_file.name}.partial-{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            partial.replace(json_file)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(json_file, json.dumps(document, indent=1) + "\n")
 
 
 def _text(

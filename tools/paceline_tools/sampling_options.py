@@ -35,8 +35,8 @@ class _Bias(click.ParamType[tuple[int, float]]):
             self.fail(f"got {value!r}; a token id and a number are expected, such as 151643:-2.5.", param, ctx)
 
 
-def sampling_options(*, temperature: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add one option for each field of `SamplingParams` but the seed.
+def sampling_options(*, temperature: float | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add one option for each field of `SamplingParams` but the seed; None leaves out the temperature, too.
 
     A command takes them as keyword arguments and hands them on: `SamplingParams(**knobs, seed=seed)`.
     """
@@ -48,7 +48,7 @@ def sampling_options(*, temperature: float) -> Callable[[Callable[..., Any]], Ca
         return click.option(name, field, metavar="ID", type=int, multiple=True, help=f"{text} May be repeated.")
 
     options = [
-        number("--temperature", temperature, "0 takes the most probable token."),
+        *([] if temperature is None else [number("--temperature", temperature, "0 takes the most probable token.")]),
         number("--top-k", 0, "Keep the most probable tokens; 0 keeps all."),
         number("--top-p", 1.0, "Keep this much probability; 1 keeps all."),
         number("--min-p", 0.0, "Keep tokens this probable, relative to the most probable one; 0 keeps all."),

@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     """A figure with `digits` decimals, or a dash where it is not defined."""
-    return "–" if value is None else f"{value:.{digits}f}{unit}"
+    return "–" if value is None else f"{value:z.{digits}f}{unit}"  # z: never a minus before zero
 
 
 def percent(fraction: float | None) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 
 import paceline
 from paceline import SamplingParams
-
-from .line_server import Figures, Request, record, serve
+from paceline_tools.peers.line_server import Figures, Request, record, serve
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"num_draft_tokens": 0},

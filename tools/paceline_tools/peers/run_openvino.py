@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's process: `python -m tests.tools.peers.run_openvino TARGET DRAFT THREADS`.
+"""OpenVINO GenAI's process: `run_openvino TARGET DRAFT THREADS`; DRAFT may be empty.
 
 The folders are written by `optimum-cli export openvino -m CHECKPOINT --task text-generation-with-past --weight-format
 int4 --group-size 128 --ratio 1.0 --sym FOLDER` of optimum-intel.
@@ -22,7 +22,7 @@ from .line_server import Figures, Request, record, serve
 # Which pipeline a method runs, and what its generation config gets besides.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
-    **{f"k{k}": ("draft", {"num_assistant_tokens": k}) for k in (2, 3, 4)},
+    **{f"k{k}": ("draft", {"num_assistant_tokens": k}) for k in range(1, 7)},
     **{f"confidence-{c}": ("draft", {"assistant_confidence_threshold": c}) for c in (0.4, 0.7)},
     **{f"lookup-k{k}": ("lookup", {"num_assistant_tokens": k, "max_ngram_size": 3}) for k in (3, 5)},
 }
@@ -32,7 +32,7 @@ class OpenVino:
     """Up to three pipelines: plain, with a draft model, with prompt lookup."""
 
     def __init__(self, target: str, draft: str, threads: int) -> None:
-        self.methods = tuple(METHODS)
+        self.methods = tuple(name for name, (kind, _) in METHODS.items() if draft or kind != "draft")
         self.versions = {name: version(name) for name in ("openvino", "openvino-genai")}
         self._target, self._draft = target, draft
         self._options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}

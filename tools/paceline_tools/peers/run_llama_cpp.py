@@ -1,4 +1,4 @@
-"""llama.cpp's process: `python -m tests.tools.peers.run_llama_cpp TARGET.gguf THREADS`.
+"""llama.cpp's process: `run_llama_cpp TARGET.gguf THREADS`.
 
 Built for the machine that it runs on: `CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release" pip install
 --no-binary llama-cpp-python llama-cpp-python`.

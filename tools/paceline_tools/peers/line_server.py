@@ -46,6 +46,8 @@ class Figures:
         first_tokens: how many of them came with the pass over the prompt.
         first_s: seconds from the call to these.
         decode_s: seconds from these to the last token.
+        steps_s: seconds from the call, or from the block before, to each block of tokens.
+        steps_tokens: tokens of each block.
         extra: whatever else the engine tells.
     """
 
@@ -53,6 +55,8 @@ class Figures:
     first_tokens: int
     first_s: float
     decode_s: float
+    steps_s: list[float]
+    steps_tokens: list[int]
     extra: dict[str, Any]
 
 
@@ -73,17 +77,21 @@ def record(blocks: Iterator[list[int]], request: Request, extra: Callable[[], di
     """Time an iterator over blocks of new tokens; its first block, maybe empty, comes with the pass over the prompt."""
     ends = set() if request.ignore_end else set(request.end_ids)
     ids: list[int] = []
-    first_tokens = None
-    started = first = last = time.perf_counter()
+    seconds: list[float] = []
+    tokens: list[int] = []
+    last = time.perf_counter()
     for block in blocks:
-        last = time.perf_counter()
+        now = time.perf_counter()
         ended = next((index for index, token in enumerate(block) if token in ends), None)
-        ids += block if ended is None else block[: ended + 1]
-        if first_tokens is None:
-            first, first_tokens = last, len(ids)
+        new = block if ended is None else block[: ended + 1]
+        ids += new
+        seconds.append(now - last)
+        tokens.append(len(new))
+        last = now
         if ended is not None or len(ids) >= request.max_new_tokens:
             break
-    return Figures(ids, first_tokens or 0, first - started, last - first, extra())
+    first_s = seconds[0] if seconds else 0.0
+    return Figures(ids, tokens[0] if tokens else 0, first_s, sum(seconds[1:]), seconds, tokens, extra())
 
 
 def serve(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI's process: `python -m tests.tools.peers.run_genai TARGET DRAFT THREADS as-built|tuned`.
+"""ONNX Runtime GenAI's process: `run_genai TARGET DRAFT THREADS as-built|tuned`; DRAFT may be empty.
 
 The folders are written by `python -m onnxruntime_genai.models.builder -i CHECKPOINT -o FOLDER -p int4 -e cpu -c CACHE`;
 for "tuned", which stops idle threads from spinning, with `--extra_options int4_block_size=128 int4_accuracy_level=4`.
@@ -21,18 +21,16 @@ from .line_server import Figures, Request, record, serve
 # Which model a method runs, and its speculative options.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
-    **{f"k{k}": ("pair", {"max_draft_tokens": k}) for k in (2, 3, 4)},
+    **{f"k{k}": ("pair", {"max_draft_tokens": k}) for k in range(1, 7)},
     "n-gram": ("plain", {"ngram_size": 3, "max_draft_tokens": 4}),
 }
-# An id that the models know and never write, to have no end token.
-_UNUSED_ID = 151_935
 
 
 class GenAI:
     """The target alone, and the pair."""
 
     def __init__(self, target: str, draft: str, threads: int, kind: str) -> None:
-        self.methods = tuple(METHODS)
+        self.methods = tuple(name for name, (kind, _) in METHODS.items() if draft or kind != "pair")
         self.versions = {"onnxruntime-genai": version("onnxruntime-genai"), "onnxruntime": version("onnxruntime")}
         self._folders = {"decoder": Path(target).resolve(), "draft": Path(draft).resolve()}
         self._session: dict[str, Any] = {}
@@ -56,7 +54,8 @@ class GenAI:
                 Path(folder, name).symlink_to(self._folders[name])
                 part["filename"] = f"{name}/{part['filename']}"
                 part["session_options"].update(self._session)
-            model["eos_token_id"] = _UNUSED_ID  # `record` ends the texts
+            # `record` ends the texts. The last id pads most vocabularies, so that it is never written.
+            model["eos_token_id"] = model["vocab_size"] - 1
             for file in self._folders["decoder"].glob("*token*"):
                 Path(folder, file.name).symlink_to(file)
             Path(folder, "genai_config.json").write_text(json.dumps(config), encoding="utf-8")

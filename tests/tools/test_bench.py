@@ -1,0 +1,278 @@
+"""`paceline bench` from the command line, on table models, and once on a real pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline_tools.benchmark.figures import summarise
+from paceline_tools.benchmark.measurement import Failure, Measurement, measure
+from paceline_tools.benchmark.meters import EnergyMeter, read_bandwidth
+
+from .bench_documents import made_up
+from .conftest import CONTEXT, Invoke, run_paceline, write_table_bundle
+from .test_bench_figures import check_summary
+
+SHORT = ("--max-new-tokens", 24, "--repeats", 2, "--prompts")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": text, "category": category} for text, category in (("ab", "x"), ("cd", "x"), ("efg", "y"))]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+class Clock:
+    """Advances by a millisecond, give or take a little, whenever it is looked at."""
+
+    def __init__(self, seed: int, slower: float) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._slower = slower
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 1e-3 * self._slower * float(np.exp(self._rng.normal(0, 0.1)))
+        return self._now
+
+
+def test_it_measures_every_method_and_writes_what_it_prints(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    file, html = tmp_path / "run.json", tmp_path / "run.html"
+    args = ("--draft-tokens", "auto,2", "--temperature", "0,0.8", "--verification", "token", "--json", file)
+    result = invoke("bench", table_bundle, *SHORT, prompts, *args, "--html", html)
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert (data["format"], data["version"]) == ("paceline bench", 1)
+    assert data["run"]["complete"] is True
+    assert [(one["sampling"], one["name"]) for one in data["methods"]] == [
+        ("greedy", "plain"),
+        ("greedy", "auto, token rule"),
+        ("greedy", "K = 2, token rule"),
+        ("temperature 0.8", "plain"),
+        ("temperature 0.8", "auto, token rule"),
+        ("temperature 0.8", "K = 2, token rule"),
+    ]
+    assert len(data["measurements"]) == 6 * 3 * 2
+    assert check_summary(data) == 6 * 3 * 17
+    greedy = data["summary"]["samplings"]["greedy"]["methods"]["auto, token rule"]["all"]
+    assert greedy["same_as_plain"] == {"same": 3, "prompts": 3}
+    assert f"{greedy['speedup']['value']:.2f}×" in result.stdout
+    assert "36 texts of 3 prompts, 2 repeats, at most 24 new tokens" in result.stdout
+    assert html.read_text(encoding="utf-8").count("<svg") == 12
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run.html", "run.json"]
+
+    again = invoke("bench", "--from", file, "--compare", file)
+    assert again.exit_code == 0, again.output
+    assert again.stdout.startswith(result.stdout)
+    assert "No regressions" in again.stdout
+
+
+def test_methods_take_turns(invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert invoke("bench", table_bundle, *SHORT, prompts, "--json", file).exit_code == 0
+    order = [(one["repeat"], one["prompt"], one["method"]) for one in json.loads(file.read_text())["measurements"]]
+    assert order == [
+        *((0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0), (0, 2, 0), (0, 2, 1)),
+        *((1, 0, 1), (1, 0, 0), (1, 1, 0), (1, 1, 1), (1, 2, 1), (1, 2, 0)),
+    ]
+
+
+@pytest.mark.parametrize(("slower", "exit_code"), [(1.0, 0), (1.15, 1)])
+def test_a_slower_run_is_told_from_the_same_again(
+    invoke: Invoke,
+    table_bundle: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slower: float,
+    exit_code: int,
+) -> None:
+    old = tmp_path / "old.json"
+    args = (*SHORT, prompts, "--draft-tokens", 2)
+    monkeypatch.setattr(time, "perf_counter", Clock(1, 1.0))
+    assert invoke("bench", table_bundle, *args, "--json", old).exit_code == 0
+    monkeypatch.setattr(time, "perf_counter", Clock(2, slower))
+    result = invoke("bench", table_bundle, *args, "--compare", old)
+    assert result.exit_code == exit_code, result.output
+    if slower == 1:
+        assert "No regressions: " in result.stdout
+    else:
+        lines = [re.split(r"  +", line) for line in result.stdout.splitlines()]
+        assert [line[-1] for line in lines if line[:2] == ["greedy: plain", "ms/token"]] == ["slower"]
+
+
+def test_ctrl_c_keeps_what_is_there(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> Iterator[Measurement | Failure]:
+        for index, one in enumerate(measure(*args)):
+            yield one
+            if index == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("paceline_tools.benchmark.runner.measure", interrupted)
+    file, html = tmp_path / "run.json", tmp_path / "run.html"
+    result = invoke("bench", table_bundle, *SHORT, prompts, "--json", file, "--html", html)
+    assert result.exit_code == 130
+    assert "THE RUN WAS BROKEN OFF" in result.stdout
+    data = json.loads(file.read_text())
+    assert data["run"]["complete"] is False
+    assert len(data["measurements"]) == 5
+    assert "was broken off" in html.read_text(encoding="utf-8")
+
+
+def test_prompts_beyond_the_context_are_skipped_and_counted(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    fits = CONTEXT - 24  # in bytes, each a token
+    rows = [{"prompt": "a" * length} for length in (fits, fits + 1, 3)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    file = tmp_path / "run.json"
+    result = invoke("bench", table_bundle, "--raw", *SHORT, path, "--json", file)
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    assert [one["tokens"] for one in data["prompts"]] == [fits, 3]
+    assert [one["tokens"] for one in data["skipped"]] == [fits + 1]
+    assert "1 prompts were skipped: with 24 new tokens they exceed the context of 64." in result.stdout
+    path.write_text(json.dumps({"prompt": "a" * 99}), encoding="utf-8")
+    result = invoke("bench", table_bundle, "--raw", *SHORT, path)
+    assert result.exit_code == 2
+    assert "All 1 prompts were skipped: the shortest has 99 tokens" in result.stderr
+
+
+def test_a_disk_that_is_full_leaves_no_half_file_and_loses_no_figure(tmp_path: Path) -> None:
+    document = made_up(1)
+    old = tmp_path / "old.json"
+    old.write_text(document.to_json(summarise(document)), encoding="utf-8")
+
+    def limit() -> None:  # Python ignores the signal, so that writing fails with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    (tmp_path / "page.html").write_text("before", encoding="utf-8")
+    done = run_paceline("bench", "--from", old, "--html", tmp_path / "page.html", preexec_fn=limit)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert "K = 4" in done.stdout
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.json", "page.html"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--draft-tokens", "auto,0"], "auto or a number of at least 1"),
+        (["--draft-tokens", "two"], "auto or a number of at least 1"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "hot"], "numbers with commas between them are expected"),
+        (["--top-p", "2"], "top_p"),
+        (["--prompts", "nowhere.jsonl"], "cannot be read (No such file or directory)"),
+        (["--prompts", "spec-bench"], "give its file"),
+        (["--repeats", "0"], "is not in the range x>=1"),
+        (["--json", "nowhere/run.json"], "there is no folder"),
+        (["--compare", "nowhere.json"], "does not exist"),
+        (["--tolerance", "nan"], "a number is expected"),
+        (["--tolerance", "0.1"], "--tolerance is for --compare"),
+        (["--seed", "1", "--no-seed"], "--seed and --no-seed exclude each other"),
+        (["--json", "run", "--html", "./run"], "--json and --html name the same file"),
+        (["--drafter", "hybrid", "--draft-tokens", "2"], "--drafter hybrid plans its drafts: add auto"),
+        (["--from", __file__], "or --from with a run that was saved"),
+    ],
+)
+def test_wrong_usage(
+    invoke: Invoke, table_bundle: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.chdir(table_bundle.parent)
+    result = invoke("bench", table_bundle, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "Give the folder of a bundle, or --from"),
+        (["--from", __file__], "is no JSON document"),
+        (["--from", __file__, "--repeats", "2"], "--from measures nothing, so --repeats cannot be honoured"),
+    ],
+)
+def test_wrong_usage_without_a_bundle(invoke: Invoke, args: list[str], message: str) -> None:
+    result = invoke("bench", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_bundle_without_a_draft_needs_another_drafter(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    single = write_table_bundle(tmp_path / "single", draft=False)
+    result = invoke("bench", single, *SHORT, prompts)
+    assert result.exit_code == 2
+    assert "export with --draft, or measure --drafter prompt-lookup" in result.stderr
+    assert invoke("bench", single, *SHORT, prompts, "--drafter", "prompt-lookup").exit_code == 0
+
+
+def test_a_bundle_without_a_template_needs_raw_prompts(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    base = write_table_bundle(tmp_path / "base", template=None)
+    result = invoke("bench", base, *SHORT, prompts)
+    assert result.exit_code == 2
+    assert "give --raw" in result.stderr
+    assert invoke("bench", base, *SHORT, prompts, "--raw").exit_code == 0
+
+
+def test_seeds_make_sampled_texts_repeatable(invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    def texts(*args: str) -> list[str]:
+        file = tmp_path / "run.json"
+        assert (
+            invoke("bench", table_bundle, *SHORT, prompts, "--temperature", "1", *args, "--json", file).exit_code == 0
+        )
+        return [one["text"] for one in json.loads(file.read_text())["measurements"]]
+
+    assert texts() == texts()
+    assert texts() != texts("--seed", "2")
+    assert texts("--no-seed") != texts("--no-seed")
+
+
+def test_energy_is_summed_over_packages_and_across_an_overflow(tmp_path: Path) -> None:
+    for name, limit in (("intel-rapl:0", 1000), ("intel-rapl:1", 10**9), ("intel-rapl:0:0", 10**9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text("900\n")
+        (tmp_path / name / "max_energy_range_uj").write_text(f"{limit}\n")
+    (tmp_path / "intel-rapl:2").mkdir()  # without a counter
+    meter = EnergyMeter(tmp_path)
+    before = meter.read()
+    assert before == {"intel-rapl:0": 900, "intel-rapl:1": 900}
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("99\n")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("2000900\n")
+    assert meter.since(before) == pytest.approx(200e-6 + 2.0)
+    assert EnergyMeter(tmp_path / "nothing").since({}) is None
+
+
+def test_memory_is_read_at_a_plausible_speed() -> None:
+    assert 1e8 < read_bandwidth(1) < 1e13
+
+
+def test_a_real_pair(smol_bundle: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    args = ("--max-new-tokens", 12, "--repeats", 1, "--draft-tokens", "auto,3", "--prompts", "-", "--json", file)
+    done = run_paceline("bench", smol_bundle, *args, input="Name three rivers.")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(file.read_text())
+    assert check_summary(data) == 3 * 17
+    for found in data["summary"]["samplings"]["greedy"]["methods"].values():
+        assert abs(found["all"]["shares"]["outside"]) < 0.02
+        assert found["all"]["shares"]["target"] > 0.3

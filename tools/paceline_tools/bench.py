@@ -1,0 +1,219 @@
+"""`paceline bench`: plain and speculative decoding on prompts of yours, interleaved, with intervals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.drafters import DRAFTERS
+from paceline.verify import VERIFICATION_RULES
+
+from .arguments import FOLDER, NUMBERS, OUTPUT_FILE, THREADS, DraftTokens, NumberRange, provider_option
+from .benchmark.compare import changes, differences
+from .benchmark.document import Document
+from .benchmark.figures import summarise
+from .benchmark.page import page
+from .benchmark.peers import PEERS
+from .benchmark.prompts import SETS
+from .benchmark.report import compared, report
+from .benchmark.runner import run_benchmark
+from .files import write_whole
+from .sampling_options import sampling_options
+
+__all__ = ["command"]
+
+_INTERRUPTED = 130
+
+
+class DraftTokensList(click.ParamType[tuple[int | str, ...]]):
+    """Numbers of tokens to draft, or auto, with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | str, ...]:
+        """Check each of them."""
+        one = DraftTokens(least=1)
+        return tuple(one.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+@click.command("bench")
+@click.argument("folder", metavar="DIR", type=FOLDER, required=False)
+@click.option(
+    "--prompts",
+    metavar="WHAT",
+    multiple=True,
+    default=("demo",),
+    show_default=True,
+    help=f"{', '.join(SETS)} (with a colon and a file: humaneval:FILE, spec-bench:FILE), a text file, a file of JSON "
+    "lines, or - for stdin. May be repeated.",
+)
+@click.option(
+    "--per-category", metavar="N", type=click.IntRange(min=1), help="Of each source, take N prompts of each category."
+)
+@click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the bundle's chat template.")
+@click.option(
+    "--draft-tokens",
+    metavar="K|auto,…",
+    type=DraftTokensList(),
+    default="auto",
+    show_default=True,
+    help="Tokens to draft per round, with commas: each is measured beside plain decoding; auto plans each round.",
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    type=click.Choice(list(DRAFTERS)),
+    multiple=True,
+    help="What drafts; each is measured. May be repeated.  [default: what is expected to be fastest]",
+)
+@click.option(
+    "--verification",
+    "rules",
+    type=click.Choice(list(VERIFICATION_RULES)),
+    multiple=True,
+    help="The rule by which drafted tokens stand; each is measured. May be repeated.  [default: block]",
+)
+@click.option(
+    "--temperature",
+    "temperatures",
+    metavar="T[,T…]",
+    type=NUMBERS,
+    default="0",
+    show_default=True,
+    help="Each is measured, with a plain decoding of its own; 0 is greedy.",
+)
+@sampling_options(temperature=None)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Of the first repeat of sampled texts; their plans then leave the clock alone.",
+)
+@click.option("--no-seed", is_flag=True, help="Fresh random numbers, and plans by the clock.")
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    help="Most tokens of each text.",
+)
+@click.option("--ignore-end", is_flag=True, help="Write on behind end tokens, so that all texts are of one length.")
+@click.option(
+    "--repeats",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Texts of each prompt and method; an even number is fair to both orders.",
+)
+@provider_option
+@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
+@click.option(
+    "--profile",
+    metavar="FILE|auto|none",
+    default="auto",
+    show_default=True,
+    help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
+)
+@click.option(
+    "--against",
+    metavar="NAME:TARGET[:DRAFT]",
+    multiple=True,
+    help=f"Measure a peer in the same turns: {', '.join(PEERS)}, with its own export of the model. May be repeated.",
+)
+@click.option(
+    "--peer-python",
+    "peer_pythons",
+    metavar="NAME:PYTHON",
+    multiple=True,
+    help="The Python that has the peer's package.  [default: this one]",
+)
+@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write everything that was measured, too.")
+@click.option("--html", "html_file", type=OUTPUT_FILE, help="Write a page with charts, too.")
+@click.option(
+    "--compare",
+    "old_file",
+    metavar="OLD.json",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Compare with an earlier run; exit code 1 where something became slower.",
+)
+@click.option(
+    "--tolerance",
+    metavar="X",
+    type=NumberRange(min=0, max=10),
+    default=0.05,
+    show_default=True,
+    help="With --compare: what is never flagged; 0.05 is 5 %.",
+)
+@click.option(
+    "--from",
+    "from_file",
+    metavar="RUN.json",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Measure nothing: show, draw and compare a run that was saved.",
+)
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    folder: Path | None,
+    json_file: Path | None,
+    html_file: Path | None,
+    old_file: Path | None,
+    from_file: Path | None,
+    tolerance: float,
+    **options: Any,
+) -> None:
+    """Measure plain and speculative decoding with the bundle in DIR.
+
+    Every method writes a text for each prompt and repeat, in turns, in one process. Printed are medians over repeats
+    and geometric means over prompts, with bootstrap intervals. Ctrl-C ends the run: what is there is saved and shown,
+    with exit code 130.
+    """
+    _check_options(context, folder, from_file)
+    old = Document.read(old_file) if old_file else None
+    if from_file:
+        document = Document.read(from_file)
+    else:
+        assert folder is not None
+        document = run_benchmark(folder, **options)
+    summary = summarise(document)
+    found = changes(old, document, tolerance) if old else []
+    try:
+        if json_file:
+            write_whole(json_file, document.to_json(summary))
+        if html_file:
+            write_whole(html_file, page(document, summary))
+    finally:  # also where a disk is full: minutes of work shall not be lost
+        click.echo(report(document, summary))
+    if old:
+        click.echo(f"\n── against {old_file} ──\n\n{compared(found, differences(old, document), tolerance)}")
+    if not from_file and not document.complete:
+        context.exit(_INTERRUPTED)
+    if any(change.verdict == "slower" for change in found):
+        context.exit(1)
+
+
+def _check_options(context: click.Context, folder: Path | None, from_file: Path | None) -> None:
+    """Refuse what contradicts itself or could not be honoured."""
+    if (folder is None) == (from_file is None):
+        raise click.UsageError("Give the folder of a bundle, or --from with a run that was saved.")
+    given = {
+        parameter.name: parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
+    }
+    for name, option in given.items() if from_file else ():
+        if name not in ("from_file", "json_file", "html_file", "old_file", "tolerance"):
+            raise click.UsageError(f"--from measures nothing, so {option} cannot be honoured; leave it out.")
+    if {"seed", "no_seed"} <= given.keys():
+        raise click.UsageError("--seed and --no-seed exclude each other; give one of them.")
+    if "tolerance" in given and "old_file" not in given:
+        raise click.UsageError("--tolerance is for --compare; give an earlier run, too.")
+    params = context.params
+    if params["json_file"] is not None and params["json_file"] == params["html_file"]:
+        raise click.UsageError("--json and --html name the same file; name two.")

@@ -1,0 +1,96 @@
+"""Figures over prompts with their intervals, by a bootstrap over prompts and repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+__all__ = ["Estimate", "Term", "Times", "estimate"]
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and its interval; without one where there is a single text."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times of one method in one run of a benchmark.
+
+    Attributes:
+        values: `[prompts, repeats]`, each above 0. The repeats of a prompt stand first; what is missing is NaN.
+        counts: `[prompts]`, repeats that are there, each at least 1.
+        run: tells runs apart: within one, methods share a prompt's repeats, since they wrote in turn.
+    """
+
+    values: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    run: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Times that multiply the figure (power 1) or divide it (power -1)."""
+
+    times: Times
+    power: int
+
+
+def estimate(terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool = False) -> Estimate | None:
+    """Geometric mean over prompts of a product of medians over repeats, with its interval.
+
+    The bootstrap draws prompts anew, and of each prompt's repeats as many as there are, the same for all terms of a
+    run: ratios within a run are paired. Its standard error, on the scale of logarithms and corrected for few prompts,
+    gives Student's t interval (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", arXiv 1411.5279). The
+    random numbers are the same every time.
+
+    Args:
+        terms: all about the same prompts, in the same order.
+        level: of the interval.
+        fixed_prompts: the figure is about these prompts and no others: repeats alone are drawn anew, if each prompt has
+            two. That is also done where there is one prompt.
+
+    Returns:
+        None where there are no prompts.
+    """
+    counts = np.array([term.times.counts for term in terms]).min(axis=0)  # [prompts]
+    num_prompts = len(counts)
+    if not num_prompts:
+        return None
+    value = sum(term.power * float(np.log(_medians(term.times)).mean()) for term in terms)
+    rng = np.random.default_rng(0)
+    shape = (_RESAMPLES, num_prompts)
+    if (fixed_prompts or num_prompts == 1) and counts.min() > 1:
+        prompts = np.broadcast_to(np.arange(num_prompts), shape)
+        size, degrees = int(counts.min()), int((counts - 1).sum())
+    elif num_prompts > 1:
+        prompts = rng.integers(0, num_prompts, shape)
+        size, degrees = num_prompts, num_prompts - 1
+    else:
+        return Estimate(math.exp(value), None, None)
+    logs = np.zeros(shape)
+    for run in dict.fromkeys(term.times.run for term in terms):
+        of_run = [term for term in terms if term.times.run == run]
+        repeats, width = of_run[0].times.counts, of_run[0].times.values.shape[1]
+        picks = (rng.random((*shape, width)) * repeats[prompts][..., None]).astype(np.int64)
+        for term in of_run:
+            drawn = term.times.values[prompts[..., None], picks]  # [resamples, prompts, repeats]
+            logs += term.power * np.log(np.median(drawn, axis=-1))
+    error = math.sqrt(size / (size - 1)) * float(logs.mean(axis=1).std(ddof=1))
+    reach = float(special.stdtrit(degrees, (1 + level) / 2)) * error
+    return Estimate(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+
+
+def _medians(times: Times) -> NDArray[np.float64]:
+    return np.nanmedian(times.values, axis=1)

@@ -1,0 +1,170 @@
+"""The JSON document of a benchmark. `models/benchmark.md` explains its fields."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.bundle import build_dataclass
+from paceline.errors import BundleError, InvalidInputError
+
+from .measurement import Failure, Measurement
+from .methods import Method
+
+__all__ = ["FORMAT", "VERSION", "Document", "Failure", "MeasuredPrompt", "SkippedPrompt"]
+
+FORMAT = "paceline bench"
+VERSION = 1
+_T = TypeVar("_T")
+# What figures, tables and pages take from a document's run.
+_RUN = {
+    "paceline": str,
+    "command": list,
+    "started": str,
+    "seconds": float,
+    "complete": bool,
+    "machine": {"cpu": str, "cores": int, "system": str, "python": str, "packages": dict},
+    "bundle": {"manifest_sha256": str, "target": {"source": str, "precision": str}},
+    "settings": {"repeats": int, "max_new_tokens": int},
+    "load_s": float,
+    "peak_bytes": int,
+    "target_bytes": int,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrompt:
+    """A prompt of the benchmark, without its text. `tokens` is the length of the prompt."""
+
+    name: str
+    category: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedPrompt:
+    """A prompt that was left out, and why."""
+
+    name: str
+    category: str
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Everything that a benchmark measured; all figures are computed from this.
+
+    Attributes:
+        run: command, times, machine, bundle and settings.
+        methods: what was compared.
+        prompts: what was continued.
+        skipped: what was left out.
+        measurements: one for each text, in the order in which they were written.
+        failures: of peers, at most one of each method: from there on it was left out.
+    """
+
+    run: Mapping[str, Any]
+    methods: tuple[Method, ...]
+    prompts: tuple[MeasuredPrompt, ...]
+    skipped: tuple[SkippedPrompt, ...]
+    measurements: tuple[Measurement, ...]
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def samplings(self) -> list[str]:
+        """The kinds of sampling, in the order of the methods."""
+        return list(dict.fromkeys(method.sampling for method in self.methods))
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories of prompts, in their order."""
+        return list(dict.fromkeys(prompt.category for prompt in self.prompts))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the benchmark ran to its end."""
+        return bool(self.run.get("complete"))
+
+    def to_json(self, summary: Mapping[str, Any]) -> str:
+        """Serialise, with the figures; a line for each text."""
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": self.run,
+            "methods": [asdict(method) for method in self.methods],
+            "prompts": [asdict(prompt) for prompt in self.prompts],
+            "skipped": [asdict(prompt) for prompt in self.skipped],
+            "failures": [asdict(failure) for failure in self.failures],
+            "summary": summary,
+        }
+        lines = ",\n  ".join(json.dumps(asdict(one)) for one in self.measurements)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "measurements": [\n  {lines}\n ]\n}}\n'
+
+    @classmethod
+    def read(cls, path: Path) -> Document:
+        """Read a document that `paceline bench --json` wrote. Its figures are left: they are computed anew.
+
+        Raises:
+            InvalidInputError: it cannot be read, is damaged or of another format.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidInputError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(f"{path} is no JSON document: {str(error).rstrip('.')}.") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise InvalidInputError(f"{path} is not a document of `paceline bench --json`.")
+        if data.get("version") != VERSION:
+            raise InvalidInputError(
+                f"{path} has version {data.get('version')!r} of the format, and this paceline reads {VERSION}; measure "
+                "again."
+            )
+        try:
+            document = cls(
+                _checked(data.get("run"), _RUN, "run"),
+                _list(Method, data, "methods"),
+                _list(MeasuredPrompt, data, "prompts"),
+                _list(SkippedPrompt, data, "skipped"),
+                _list(Measurement, data, "measurements"),
+                _list(Failure, data, "failures"),
+            )
+            document._check()
+        except BundleError as error:
+            raise InvalidInputError(f"{path} is damaged: {str(error).rstrip('.')}.") from error
+        return document
+
+    def _check(self) -> None:
+        for index, one in enumerate(self.measurements):
+            lengths = {len(steps) for steps in (one.steps_s, one.steps_tokens, one.steps_proposed, one.steps_accepted)}
+            if len(lengths) != 1 or not one.steps_s:
+                raise BundleError(f"measurements[{index}] has no steps, or of different numbers")
+            times = (*one.steps_s, one.prefill_s, one.decode_s, one.target_s, one.draft_s)
+            if not all(0 <= time < math.inf for time in times):
+                raise BundleError(f"measurements[{index}] has a time that is none")
+            if min(*one.steps_tokens, *one.steps_proposed, *one.steps_accepted) < 0:
+                raise BundleError(f"measurements[{index}] has a number below 0")
+            if not 0 <= one.prompt < len(self.prompts) or not 0 <= one.method < len(self.methods):
+                raise BundleError(f"measurements[{index}] is of a prompt or method that is not there")
+
+
+def _checked(value: Any, expected: Any, where: str) -> Any:
+    """`value`, if it is of the type that `expected` says, or an object with at least these fields."""
+    kind = dict if isinstance(expected, dict) else expected
+    if type(value) is not kind:
+        raise BundleError(f"{where} should be of type {kind.__name__}, got {value!r:.60}")
+    for name, inner in expected.items() if isinstance(expected, dict) else ():
+        _checked(value.get(name), inner, f"{where}.{name}")
+    return value
+
+
+def _list(cls: type[_T], data: Mapping[str, Any], name: str) -> tuple[_T, ...]:
+    items = data.get(name)
+    if not isinstance(items, list):
+        raise BundleError(f"{name} should be a list")
+    return tuple(build_dataclass(cls, item, f"{name}[{index}]") for index, item in enumerate(items))
