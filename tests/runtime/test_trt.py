@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from simulated_gpu import PROVIDER, SM, VERSION, SimulatedCuda, add_engines, simulated_gpu
-from tiny import tiny_pair
 
 import paceline
 from paceline import SamplingParams, SpeculativeDecoder, cuda
@@ -32,7 +31,7 @@ from paceline_export.export import export_bundle
 from paceline_export.source import resolve
 
 PROMPT = "hello the"
-LENGTH, K = 96, 4
+LENGTH, K = 128, 4  # of the engines of `tiny_engines`
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "temperature": SamplingParams(1.0, seed=3),
@@ -40,12 +39,9 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random pair of the flavour `trt` in fp16, and engines of it for the simulated GPU."""
-    made = tiny_pair(tmp_path_factory.mktemp("trt"), "fp16", flavor="trt", max_length=LENGTH)
-    add_engines(made, max_draft_tokens=K)
-    return made
+@pytest.fixture
+def bundle(tiny_engines: Path) -> Path:
+    return tiny_engines
 
 
 @pytest.fixture
@@ -153,13 +149,15 @@ def test_rows_are_split_into_passes_that_profiles_are_for(bundle: Path, gpu: Sim
     assert target.passes(2 * LENGTH + 3, 1) == [(LENGTH, 0), (LENGTH, 0), (3, 1)]
     assert draft.passes(4, 3) == [(2, 1), (1, 1), (1, 1)]
     names = [profile.name for profile in target.entry.profiles]
-    assert [names[target.profile_for(shape)] for shape in ((1, 1), (5, 5), (6, 5), (6, 1), (96, 1))] == [
+    assert [names[target.profile_for(shape)] for shape in ((1, 1), (5, 5), (6, 5), (6, 1), (LENGTH, 1))] == [
         "verify",
         "verify",
         *["prefill"] * 3,
     ]
-    with pytest.raises(InvalidInputError, match=r"no profile for a pass of 97 rows .*verify up to 5, prefill up to 96"):
-        target.profile_for((97, 1))
+    with pytest.raises(
+        InvalidInputError, match=r"no profile for a pass of 129 rows .*verify up to 5, prefill up to 128"
+    ):
+        target.profile_for((LENGTH + 1, 1))
     assert [target.records((rows, 1)) for rows in (1, 5, 6)] == [True, True, False]
     assert [draft.records((rows, 1)) for rows in (1, 2, 3)] == [True, True, False]
 
@@ -334,9 +332,9 @@ def test_arguments_of_a_forward(bundle: Path, gpu: SimulatedCuda) -> None:
         other.forward([1], cache, 1)
     with pytest.raises(InvalidInputError, match="has room for 6"):
         model.forward_in_place(np.arange(7), cache, 1)
-    with pytest.raises(InvalidInputError, match=rf"A cache of 97 positions exceeds the {LENGTH} .* --max-length"):
+    with pytest.raises(InvalidInputError, match=rf"A cache of 129 positions exceeds the {LENGTH} .* --max-length"):
         model.new_cache(LENGTH + 1)
-    with pytest.raises(paceline.PacelineError, match="context holds 96"):
+    with pytest.raises(paceline.PacelineError, match="context holds 128"):
         paceline.load(bundle, provider=PROVIDER).generate([1] * LENGTH)
 
 

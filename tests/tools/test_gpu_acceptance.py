@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from simulated_gpu import PROVIDER, add_engines, simulated_gpu
-from tiny import tiny_pair
+from simulated_gpu import PROVIDER, simulated_gpu
 
 import paceline
 from paceline.bundle import Bundle
@@ -24,11 +23,9 @@ from paceline_tools.gpu_acceptance import accept, command, copies, cuda_graphs, 
 FEW = {"num_draft_tokens": 3, "max_new_tokens": 8, "repeats": 1, "samples": 20}
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tiny_pair(tmp_path_factory.mktemp("trt"), "fp16", flavor="trt", max_length=128)
-    add_engines(made)
-    return made
+@pytest.fixture
+def bundle(tiny_engines: Path) -> Path:
+    return tiny_engines
 
 
 def run(bundle: Path, output: Path, provider: str) -> tuple[int, str]:
