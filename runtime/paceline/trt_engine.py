@@ -58,15 +58,17 @@ class Engine:
         entry: what it was built for.
     """
 
-    def __init__(self, trt: Any, engine: Any, which: str, entry: EngineEntry, model: ModelEntry, device: str) -> None:
-        """Check that `engine`, which `trt` has deserialised, is what `entry` says of it.
+    def __init__(
+        self, trt: Any, runtime: Any, engine: Any, which: str, entry: EngineEntry, model: ModelEntry, device: str
+    ) -> None:
+        """Check that `engine`, which `runtime` of the module `trt` has deserialised, is what `entry` says of it.
 
         Raises:
             BundleError: it is not, or does not update its KV caches in place.
             InvalidInputError: the GPU has no room for its scratch memory.
         """
         self.entry = entry
-        self._trt, self._engine, self._which = trt, engine, which
+        self._trt, self._runtime, self._engine, self._which = trt, runtime, engine, which
         self._check_tensors(model)
         num_bytes = engine.device_memory_size_v2
         self._scratch = CudaArray.empty(device, (max(num_bytes, 1),), "uint8")
@@ -110,7 +112,7 @@ class Engine:
                 f"{'; '.join(log.errors) or 'no reason was given'}. Build it again: `paceline build {bundle.root} "
                 f"--backend {row.name} --sm {sm}`."
             )
-        return cls(trt, engine, which, entry, model, row.device or "cpu")
+        return cls(trt, runtime, engine, which, entry, model, row.device or "cpu")
 
     @property
     def max_rows(self) -> int:
