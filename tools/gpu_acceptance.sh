@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that a GPU has to prove, on a fresh machine with an NVIDIA GPU, in under ten minutes (not yet run on one):
+# Everything that a GPU has to prove, on a fresh machine with an NVIDIA GPU. Not yet run on one; it is meant to take less
+# than ten minutes there (--cpu took 19 on two cores that did other things, too):
 #
 #   tools/gpu_acceptance.sh            installs into a fresh environment, exports, builds, runs; writes models/results/gpu-*
 #   tools/gpu_acceptance.sh --cpu      the part that needs no GPU: the same bundles and programs with the CPU provider

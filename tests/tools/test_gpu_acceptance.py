@@ -14,6 +14,7 @@ from simulated_gpu import PROVIDER, simulated_gpu
 
 import paceline
 from paceline.bundle import Bundle
+from paceline.device_array import on_host
 from paceline.ort import OrtModel
 from paceline.trt import TrtModel
 from paceline.trt_engine import Engine
@@ -82,7 +83,7 @@ def test_faults_are_seen(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (figures["positions kept"], passed) == (False, False)
         with monkeypatch.context() as patch:
             resident = TrtModel.forward_in_place
-            patch.setattr(TrtModel, "forward_in_place", lambda *given: (out := resident(*given), out.numpy())[0])
+            patch.setattr(TrtModel, "forward_in_place", lambda *given: (out := resident(*given), on_host(out))[0])
             figures, passed = copies(bundle, PROVIDER, prompt, 3)
             assert (figures["largest"] > 1000, passed) == (True, False)
         with monkeypatch.context() as patch:
