@@ -82,6 +82,17 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def tiny_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same pair of the flavour `trt` in fp16, with 128 positions, and engines for the GPU of `simulated_gpu`."""
+    from simulated_gpu import add_engines
+    from tiny import tiny_pair
+
+    bundle = tiny_pair(tmp_path_factory.mktemp("tiny-engines"), "fp16", flavor="trt", max_length=128)
+    add_engines(bundle, max_draft_tokens=4)
+    return bundle
+
+
 @pytest.fixture
 def damaged(tiny_bundle: Path, tmp_path: Path) -> Path:
     """A copy of the tiny bundle that the test may damage."""

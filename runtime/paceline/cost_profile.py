@@ -49,7 +49,7 @@ class Setup:
         device: name of the processor, or of the GPU.
         cores: that the process may use.
         threads: of the pool that runs the models; 0 is one per physical core.
-        onnxruntime: its version.
+        onnxruntime: its version; of what runs engines, that of their backend.
     """
 
     bundle: str
@@ -171,19 +171,20 @@ def default_folder() -> Path:
 
 def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
     """The setup that a bundle's models run in, once they are loaded: only then the number of threads is settled."""
-    import onnxruntime
+    import importlib
 
     from .cuda import device_name
     from .ort_session import pool_threads
     from .providers import find_provider
 
+    row = find_provider(provider)
     return Setup(
         bundle=hashlib.sha256((bundle.root / MANIFEST_NAME).read_bytes()).hexdigest(),
         provider=provider,
-        device=device_name() if find_provider(provider).device == "cuda" else cpu_name(),
+        device=device_name() if row.device == "cuda" else cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         threads=pool_threads(),
-        onnxruntime=onnxruntime.__version__,
+        onnxruntime=importlib.import_module(row.engine or "onnxruntime").__version__,
     )
 
 

@@ -1,4 +1,4 @@
-"""CUDA's runtime through ctypes: is there a device, what is it called, and one stream that all work goes to."""
+"""CUDA's runtime through ctypes: is there a device, which one is it, and one stream that all work goes to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from pathlib import Path
 
 from .errors import InstallationError
 
-__all__ = ["check_device", "device_count", "device_name", "free_bytes", "shared_stream"]
+__all__ = [
+    "call",
+    "check_device",
+    "compute_capability",
+    "device_count",
+    "device_name",
+    "free_bytes",
+    "reason",
+    "shared_stream",
+    "status_of",
+]
 
 _MAJORS = (13, 12)
 _NAME_LENGTH = 256
+_CAPABILITY = (75, 76)  # cudaDevAttrComputeCapabilityMajor and …Minor
 _lock = threading.Lock()
 
 
@@ -25,7 +36,7 @@ def device_count() -> int:
         InstallationError: CUDA's runtime is missing, or cannot reach a device: no driver, one that is too old, no GPU.
     """
     count = ctypes.c_int(0)
-    _call("cudaGetDeviceCount", ctypes.byref(count))
+    call("cudaGetDeviceCount", ctypes.byref(count))
     return count.value
 
 
@@ -52,6 +63,21 @@ def device_name() -> str:
     return buffer.value.decode(errors="replace")
 
 
+def compute_capability() -> str:
+    """Compute capability of the first device, such as `8.9`.
+
+    Raises:
+        InstallationError: there is no device.
+    """
+    check_device()
+    parts = []
+    for attribute in _CAPABILITY:
+        value = ctypes.c_int(0)
+        call("cudaDeviceGetAttribute", ctypes.byref(value), attribute, 0)
+        parts.append(str(value.value))
+    return ".".join(parts)
+
+
 def free_bytes() -> int:
     """Memory of the first device that is free.
 
@@ -59,7 +85,7 @@ def free_bytes() -> int:
         InstallationError: there is no device.
     """
     free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    _call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+    call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
     return free.value
 
 
@@ -78,20 +104,37 @@ def shared_stream() -> int:
 @functools.cache
 def _new_stream() -> int:
     stream = ctypes.c_void_p()
-    _call("cudaStreamCreate", ctypes.byref(stream))
+    call("cudaStreamCreate", ctypes.byref(stream))
     return int(stream.value or 0)
 
 
-def _call(name: str, *arguments: object) -> None:
-    runtime = _runtime()
-    status = getattr(runtime, name)(*arguments)
-    if status:
-        runtime.cudaGetErrorString.restype = ctypes.c_char_p
-        reason = runtime.cudaGetErrorString(status).decode(errors="replace")
+def call(name: str, *arguments: object) -> None:
+    """Call a function of CUDA's runtime.
+
+    Raises:
+        InstallationError: CUDA's runtime is missing, or the function fails.
+    """
+    if status := status_of(name, *arguments):
         raise InstallationError(
-            f"CUDA cannot be used: {reason} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at least "
-            f"as new as CUDA's runtime ({runtime._name}); nvidia-smi shows both."
+            f"CUDA cannot be used: {reason(status)} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at "
+            f"least as new as CUDA's runtime ({_runtime()._name}); nvidia-smi shows both."
         )
+
+
+def status_of(name: str, *arguments: object) -> int:
+    """Call a function of CUDA's runtime; the error that it returns, 0 for none.
+
+    Raises:
+        InstallationError: CUDA's runtime is missing.
+    """
+    return int(getattr(_runtime(), name)(*arguments))
+
+
+def reason(status: int) -> str:
+    """What an error means, in CUDA's words."""
+    runtime = _runtime()
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    return str(runtime.cudaGetErrorString(status).decode(errors="replace"))
 
 
 @functools.cache

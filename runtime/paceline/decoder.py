@@ -13,7 +13,7 @@ from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, Hybr
 from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
-from .planner import Planner
+from .planner import MOST_DRAFT_TOKENS, Planner
 from .prefix_cache import GenerationCaches, PrefixCache
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
@@ -51,6 +51,7 @@ class SpeculativeDecoder:
             `paceline.load` takes them from the profile that `paceline tune` stored.
         prefixes: keeps keys and values of finished texts, so that a prompt that begins like one of them skips that
             part of its prefill; None keeps nothing.
+        max_draft_tokens: most drafted tokens that a round may have; None is any number. Engines are built for some.
 
     Raises:
         InvalidInputError: the target has fewer logits than `vocab_size`, or an end token lies outside.
@@ -64,6 +65,7 @@ class SpeculativeDecoder:
     graphs: SamplerGraphs | None = None
     costs: Costs | CostsByLength | None = None
     prefixes: PrefixCache | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, model in (("target", self.target), ("draft", self.draft)):
@@ -136,8 +138,9 @@ class SpeculativeDecoder:
         self._check_num_draft_tokens(num_draft_tokens, has_drafter)
         planned = num_draft_tokens == "auto" and has_drafter and self.graphs is None
         self._check_drafter(drafter, planned=planned)
+        most = MOST_DRAFT_TOKENS if self.max_draft_tokens is None else min(self.max_draft_tokens, MOST_DRAFT_TOKENS)
         if isinstance(num_draft_tokens, str):
-            num_draft_tokens = 0 if planned or not has_drafter else _UNPLANNED_DRAFT_TOKENS
+            num_draft_tokens = 0 if planned or not has_drafter else min(_UNPLANNED_DRAFT_TOKENS, most)
         if draft_sampling is not None:
             self._check_draft_sampling(draft_sampling, drafter)
         stop = self._stop_strings(stop)
@@ -199,6 +202,7 @@ class SpeculativeDecoder:
                 asks=drafter in (None, "draft-model", "hybrid"),
                 copies=drafter == "prompt-lookup",
                 repeatable=sampling.seed is not None,
+                most=most,
             )
         play: PlayRound = play_round
         caches = GenerationCaches(prompt_ids, cache_length, self.prefixes)
@@ -285,6 +289,11 @@ class SpeculativeDecoder:
             raise InvalidInputError(
                 f"num_draft_tokens={shown(num_draft_tokens)}, but there is nothing to draft with: use 0 for plain "
                 "decoding, export a draft model into the bundle, or pass a drafter."
+            )
+        if self.max_draft_tokens is not None and num_draft_tokens > self.max_draft_tokens:
+            raise InvalidInputError(
+                f"num_draft_tokens={shown(num_draft_tokens)}, but the target's engine was built for at most "
+                f"{self.max_draft_tokens}; use fewer, or build it with a larger --max-draft-tokens."
             )
         if num_draft_tokens and num_draft_tokens + 1 > self.target.max_length:
             raise InvalidInputError(

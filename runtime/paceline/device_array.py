@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from . import cuda
 from .errors import InvalidInputError
 
-__all__ = ["AnyArray", "DeviceArray", "bind_input", "bind_output", "fill", "on_host", "placed"]
+__all__ = ["AnyArray", "DeviceArray", "bind_input", "bind_output", "fill", "fill_first", "on_host", "placed"]
 
 
 class DeviceArray:
@@ -35,7 +35,7 @@ class DeviceArray:
         self.pointer = pointer
 
     @classmethod
-    def empty(cls, device: str, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+    def empty(cls, device: str, shape: tuple[int, ...], dtype: DTypeLike) -> Self:
         """Allocate an array; what it holds is arbitrary.
 
         Raises:
@@ -62,16 +62,16 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, key: slice | tuple[slice, None] | None) -> DeviceArray:
+    def __getitem__(self, key: slice | tuple[slice, None] | None) -> Self:
         """`array[a:b]` along the first axis, `array[np.newaxis]`, and `array[a:b, np.newaxis]`; nothing is copied."""
         if key is None:
-            return DeviceArray(self._owner, self.device, (1, *self.shape), self.dtype, self.pointer)
+            return type(self)(self._owner, self.device, (1, *self.shape), self.dtype, self.pointer)
         rows, widens = (key[0], True) if isinstance(key, tuple) else (key, False)
         first, last, _ = slice(rows.start, rows.stop).indices(len(self))
         count, rest = max(last - first, 0), self.shape[1:]
         pointer = self.pointer + first * math.prod(rest) * self.dtype.itemsize
         shape = (count, 1, *rest) if widens else (count, *rest)
-        return DeviceArray(self._owner, self.device, shape, self.dtype, pointer)
+        return type(self)(self._owner, self.device, shape, self.dtype, pointer)
 
     def numpy(self) -> NDArray[Any]:
         """A copy in host memory. Of a part, the whole array is copied first."""
@@ -117,6 +117,20 @@ def fill(array: AnyArray, values: NDArray[Any]) -> None:
         array.write(values.astype(array.dtype, copy=False))
     else:
         array[...] = values
+
+
+def fill_first(buffer: AnyArray, values: NDArray[Any]) -> None:
+    """Fill the first positions of a KV cache's buffer `[1, heads, positions, size]`.
+
+    On a device the others become zero.
+    """
+    length = values.shape[2]
+    if not isinstance(buffer, DeviceArray):
+        buffer[:, :, :length] = values
+        return
+    whole = np.zeros(buffer.shape, buffer.dtype)
+    whole[:, :, :length] = values
+    buffer.write(whole)
 
 
 def bind_input(binding: Any, name: str, array: AnyArray) -> None:

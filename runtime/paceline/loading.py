@@ -29,8 +29,9 @@ def load(
     Args:
         path: folder of the bundle, as `paceline export` writes it.
         threads: threads that both models share; None leaves the number to the runtime.
-        provider: what runs the models: "cpu", "cuda", "tensorrt", "tensorrt-rtx" or "openvino". Caches and logits lie
-            where it runs. One that does not start raises; nothing falls back to the CPU.
+        provider: what runs the models: "cpu", "cuda", "tensorrt", "tensorrt-rtx" or "openvino" their graphs, and
+            "tensorrt-rtx-engine" or "tensorrt-engine" the bundle's engines. Caches and logits lie where it runs. One
+            that does not start raises; nothing falls back to the CPU.
         sampler: "numpy", or "graph" for the bundle's own graphs, which leave the logits where the models wrote them.
         prefix_cache_bytes: of keys and values of finished texts to keep: a prompt that begins like one of them, such
             as the next turn of a chat, skips that part of its prefill. 0 keeps none; see `paceline.PrefixCache`.
@@ -42,17 +43,20 @@ def load(
             same text whether or not someone has tuned.
 
     Raises:
-        BundleError: no bundle there, or one that is truncated, altered or of a newer format.
+        BundleError: no bundle there, or one that is truncated, altered or of a newer format; or no engine in it that
+            fits this machine.
         InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not
-            start.
-        InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, or a profile that is no
-            path.
+            start; for engines, there is no GPU, or TensorRT is missing.
+        InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, a profile that is no path,
+            or a GPU without room for the engines.
         ProfileError: the profile that `profile` names is missing, damaged, or of another setup.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .huge_pages import huge_pages as in_huge_pages
     from .ort import OrtModel
     from .ort_sampler import SamplerGraphs
+    from .providers import find_provider
+    from .trt import TrtModel
 
     if not isinstance(path, str | Path):
         raise InvalidInputError(f"path must be the folder of a bundle, got {shown(path)}.")
@@ -62,16 +66,36 @@ def load(
         raise InvalidInputError(
             f"prefix_cache_bytes must be an integer of at least 0, got {shown(prefix_cache_bytes)}."
         )
+    runs_engines = find_provider(provider).engine is not None
+    if runs_engines and threads is not None and sampler != "graph":
+        raise InvalidInputError(f"threads={threads} is of no use: {provider} runs on the GPU; leave it out.")
     profile = check_profile(profile)
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
     weights = sum(entry.size for name, entry in bundle.manifest.files.items() if name.endswith(".data"))
-    with in_huge_pages(weights if huge_pages and provider == "cpu" else 0):
-        target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
-        draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads) if bundle.manifest.draft else None
+    target: OrtModel | TrtModel
+    draft: OrtModel | TrtModel | None = None
+    max_draft_tokens: int | None = None
+    if runs_engines:
+        target = TrtModel.open(bundle, "target", provider=provider)
+        draft = TrtModel.open(bundle, "draft", provider=provider) if bundle.manifest.draft else None
+        max_draft_tokens = target.max_draft_tokens
+    else:
+        with in_huge_pages(weights if huge_pages and provider == "cpu" else 0):
+            target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
+            if bundle.manifest.draft:
+                draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads)
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
     prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
     costs = None if profile is None else find_costs(setup_of(bundle, provider), profile)
     return SpeculativeDecoder(
-        target, draft, tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, graphs, costs, prefixes
+        target,
+        draft,
+        tokenizer,
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        graphs,
+        costs,
+        prefixes,
+        max_draft_tokens,
     )

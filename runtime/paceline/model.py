@@ -8,9 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .device_array import AnyArray
+from .errors import InvalidInputError
 from .kv_cache import KVCache
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "ResidentLM", "checked_ids"]
 
 
 class CausalLM(Protocol):
@@ -52,3 +54,33 @@ class CausalLM(Protocol):
         Raises:
             InvalidInputError: no token, too many tokens, an id outside the vocabulary, or a bad `num_logits`.
         """
+
+
+class ResidentLM(CausalLM, Protocol):
+    """A model whose logits can stay where it runs, for graphs that read them there."""
+
+    def forward_resident(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> AnyArray:
+        """As `forward`, with logits that stay where the model runs."""
+
+    def forward_in_place(self, ids: AnyArray, cache: KVCache, num_logits: int) -> AnyArray:
+        """As `forward_resident`, with ids `[count]` that other graphs have written: they are not looked at."""
+
+
+def checked_ids(tokens: Sequence[int], cache: KVCache, num_logits: int, num_input_ids: int) -> NDArray[np.int64]:
+    """The tokens of a forward as an array, once its arguments are what `CausalLM.forward` asks for.
+
+    Raises:
+        InvalidInputError: they are not.
+    """
+    count = len(tokens)
+    if not 1 <= count <= cache.room:
+        raise InvalidInputError(
+            f"Cannot feed {count} tokens: at least 1 is needed and the KV cache has room for {cache.room}."
+        )
+    if not 1 <= num_logits <= count:
+        raise InvalidInputError(f"num_logits must be between 1 and the {count} tokens fed, got {num_logits}.")
+    ids = np.array(tokens, np.int64)
+    if ids.min() < 0 or ids.max() >= num_input_ids:
+        bad = next(int(token) for token in tokens if not 0 <= token < num_input_ids)
+        raise InvalidInputError(f"Token id {bad} is outside the model's {num_input_ids} ids.")
+    return ids

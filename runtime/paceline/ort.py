@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry
-from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, on_host
+from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, fill_first, on_host
 from .errors import BundleError, InvalidInputError
 from .kv_cache import KVCache, SavedKV
 from .logit_ids import read_logit_ids
+from .model import checked_ids
 from .ort_session import open_session
 from .providers import PROVIDERS, Provider, find_provider
 
@@ -148,27 +149,16 @@ class OrtKVCache(KVCache):
         if self.length:
             raise InvalidInputError(f"Only an empty KV cache can be restored, this one holds {self.length} positions.")
         for mine, other in zip(self.buffers, saved.state, strict=True):
-            _fill_first(mine, other[:, :, :length])
+            fill_first(mine, other[:, :, :length])
         self.advance(length)
 
     def pretend(self, length: int, rng: np.random.Generator) -> None:
         """Become as if `length` positions had been fed, with arbitrary keys and values: to measure times alone."""
         for buffer in self.buffers:
             _, heads, _, head_size = buffer.shape
-            _fill_first(buffer, rng.standard_normal((1, heads, length, head_size), np.float32))
+            fill_first(buffer, rng.standard_normal((1, heads, length, head_size), np.float32))
         self.rollback(0)
         self.advance(length)
-
-
-def _fill_first(buffer: Any, values: NDArray[Any]) -> None:
-    """Fill the first positions of a cache's buffer; on a device the others become zero."""
-    length = values.shape[2]
-    if not isinstance(buffer, DeviceArray):
-        buffer[:, :, :length] = values
-        return
-    whole = np.zeros(buffer.shape, buffer.dtype)
-    whole[:, :, :length] = values
-    buffer.write(whole)
 
 
 def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -276,18 +266,8 @@ class OrtModel:
     def _forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int, *, stay: bool) -> AnyArray:
         if not isinstance(cache, OrtKVCache) or cache.model is not self:
             raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
-        count = len(tokens)
-        if not 1 <= count <= cache.room:
-            raise InvalidInputError(
-                f"Cannot feed {count} tokens: at least 1 is needed and the KV cache has room for {cache.room}."
-            )
-        if not 1 <= num_logits <= count:
-            raise InvalidInputError(f"num_logits must be between 1 and the {count} tokens fed, got {num_logits}.")
-        ids = np.array(tokens, np.int64)
-        num_ids = self.entry.num_input_ids
-        if ids.min() < 0 or ids.max() >= num_ids:
-            bad = next(int(token) for token in tokens if not 0 <= token < num_ids)
-            raise InvalidInputError(f"Token id {bad} is outside the model's {num_ids} ids.")
+        ids = checked_ids(tokens, cache, num_logits, self.entry.num_input_ids)
+        count = len(ids)
         # Long inputs go in pieces; the last piece holds every row whose logits are wanted.
         last = max(min(count, PREFILL_ROWS), num_logits)
         position = 0
@@ -297,7 +277,7 @@ class OrtModel:
             position += step
         return self._run(ids[position:], cache, num_logits, stay=stay)
 
-    def forward_in_place(self, ids: AnyArray, cache: OrtKVCache, num_logits: int) -> AnyArray:
+    def forward_in_place(self, ids: AnyArray, cache: KVCache, num_logits: int) -> AnyArray:
         """As `forward_resident`, in one piece, with ids that other graphs have written: they are not looked at.
 
         Args:
@@ -305,7 +285,7 @@ class OrtModel:
             cache: made by this model's `new_cache`, with room for them.
             num_logits: between 1 and `count`.
         """
-        return self._run(ids, cache, num_logits, in_place=True, stay=True)
+        return self._run(ids, cast(OrtKVCache, cache), num_logits, in_place=True, stay=True)
 
     def _run(
         self, ids: AnyArray, cache: OrtKVCache, num_logits: int, *, in_place: bool = False, stay: bool = False

@@ -22,8 +22,7 @@ from .device_array import AnyArray, DeviceArray, on_host, placed
 from .drafters import Drafter, DraftModelDrafter
 from .errors import InvalidInputError, ModelOutputError
 from .kv_cache import KVCache
-from .model import CausalLM
-from .ort import OrtKVCache, OrtModel
+from .model import CausalLM, ResidentLM
 from .ort_sampler import BoundGraph, GraphInputs, SamplerGraphs
 from .prefix_cache import GenerationCaches
 from .rounds import Round, take_forced
@@ -87,11 +86,10 @@ def graph_rounds(
     play = GraphRound(graphs, inputs(sampling))
     if draft is None:
         return play, None
-    model, draft_inputs = cast(OrtModel, draft), inputs(draft_sampler.params)
+    model, draft_inputs = cast(ResidentLM, draft), inputs(draft_sampler.params)
 
     def new_drafter() -> GraphDrafter:
-        cache = cast(OrtKVCache, caches.new(model))
-        return GraphDrafter(model, cache, draft_sampler, graphs, draft_inputs)
+        return GraphDrafter(model, caches.new(model), draft_sampler, graphs, draft_inputs)
 
     return play, new_drafter
 
@@ -100,7 +98,7 @@ class GraphDrafter(DraftModelDrafter):
     """Drafts with a model and a sampler's graph; it is driven by `GraphRound`."""
 
     def __init__(
-        self, model: OrtModel, cache: OrtKVCache, sampler: RowSampler, graphs: SamplerGraphs, inputs: GraphInputs
+        self, model: ResidentLM, cache: KVCache, sampler: RowSampler, graphs: SamplerGraphs, inputs: GraphInputs
     ) -> None:
         """Draft with `model`, whose `cache` is empty; `sampler` says what it would say on the host."""
         super().__init__(model, cache, sampler, graphs.vocab_size)
@@ -110,6 +108,12 @@ class GraphDrafter(DraftModelDrafter):
         self._graph: BoundGraph = graphs.bound("greedy_draft" if self.greedy else "draft", inputs)
         self._uniform = np.zeros(1, np.int64)
         self._graph.bind_input("uniform", self._uniform, changes=True)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Feed the prompt, if it fits; its logits stay where they are."""
+        feed = tokens[self._cache.length :]
+        if len(feed) <= self._cache.room and self._knows(tokens):
+            self._graph_model.forward_resident(feed, self._graph_cache, 1)
 
     def room(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
         """How many tokens can be drafted behind `tokens`, up to `num_draft_tokens`."""
@@ -185,7 +189,7 @@ class GraphRound:
         wants_confidences: bool,
     ) -> Round:
         """Play a round; see `paceline.rounds.play_round`. Nothing plans it, so no confidences are wanted."""
-        model, cache = cast(OrtModel, target), cast(OrtKVCache, cache)
+        model = cast(ResidentLM, target)
         streams = cast(Streams, chance)
         drafting = cast(GraphDrafter, drafter)
         num_forced = take_forced(tokens, limit, sampler)

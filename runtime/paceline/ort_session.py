@@ -46,7 +46,7 @@ def open_session(
         InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not start.
         BundleError: ONNX Runtime cannot load the graph.
     """
-    row = find_provider(provider)
+    row = _find_provider(provider)
     ort = import_onnxruntime()
     _settle_threads(ort, threads, row)
     if row.name != CPU:
@@ -67,7 +67,7 @@ def start(provider: str) -> None:
         InvalidInputError: an unknown provider.
         InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not start.
     """
-    row = find_provider(provider)
+    row = _find_provider(provider)
     ort = import_onnxruntime()
     _settle_threads(ort, None, row)  # a session without the pool would keep the pool from being made
     with _lock:
@@ -128,6 +128,15 @@ def import_onnxruntime() -> Any:
             "pip install 'paceline[cpu]' or 'paceline[gpu]'."
         ) from error
     return onnxruntime
+
+
+def _find_provider(provider: str) -> Provider:
+    row = find_provider(provider)
+    if row.engine is not None:
+        raise InvalidInputError(
+            f"{provider} runs a bundle's engines, and no graphs; it is no provider of ONNX Runtime."
+        )
+    return row
 
 
 def _new_session(ort: Any, graph: Path | bytes, row: Provider, config: tuple[tuple[str, str], ...]) -> Any:

@@ -1,4 +1,4 @@
-"""The table of execution providers of ONNX Runtime: what each is called there, needs, and brings along."""
+"""The table of what runs models: execution providers of ONNX Runtime, and TensorRT's engines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CUDA = "CUDAExecutionProvider"
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """An execution provider of ONNX Runtime: a row of `PROVIDERS`.
+    """What runs models: a row of `PROVIDERS`.
 
     Attributes:
-        name: in ONNX Runtime.
+        name: of an execution provider, in ONNX Runtime; of what runs engines, the backend that has built them.
         install: what brings the provider to a machine.
         needs: what it needs of the machine in order to start.
         plugin: module that brings its library; None where ONNX Runtime's own package does.
@@ -27,6 +27,7 @@ class Provider:
         sampler: key of the row that runs the sampler's graphs, where this one's logits lie.
         own_threads: it runs on threads of its own, which ONNX Runtime's would disturb while they wait.
         settings: of the plugin's own library.
+        engine: module that runs the bundle's engines; None where ONNX Runtime runs its graphs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Provider:
     sampler: str = "cpu"
     own_threads: bool = False
     settings: tuple[tuple[str, str], ...] = ()
+    engine: str | None = None
 
     @property
     def reads_when_bound(self) -> bool:
@@ -46,6 +48,7 @@ class Provider:
         return self.device is not None or self.plugin is not None
 
 
+_NVIDIA = "--extra-index-url https://pypi.nvidia.com"  # on PyPI, TensorRT's packages are stubs, or parts of it
 _GPU_PACKAGE = "pip uninstall onnxruntime, then pip install 'paceline[gpu]'"
 _CUDA_NEEDS = (
     "It needs an NVIDIA GPU with its driver, and the libraries of CUDA 13 and cuDNN 9, which "
@@ -62,7 +65,7 @@ PROVIDERS = {
         "TensorrtExecutionProvider",
         _GPU_PACKAGE,
         f"{_CUDA_NEEDS} It also needs TensorRT 10 (libnvinfer.so.10): pip install 'tensorrt-cu13<11', from NVIDIA's "
-        "index (--extra-index-url https://pypi.nvidia.com); TensorRT 11 cannot serve it.",
+        f"index ({_NVIDIA}); TensorRT 11 cannot serve it.",
         behind=(_CUDA,),
         device="cuda",
         sampler="cuda",
@@ -75,6 +78,20 @@ PROVIDERS = {
         behind=(_CUDA,),
         device="cuda",
         sampler="cuda",
+    ),
+    "tensorrt-rtx-engine": Provider(
+        "tensorrt-rtx",
+        "Install it: pip install 'paceline[trt]', or tensorrt-rtx from PyPI, in the version that built the engine.",
+        device="cuda",
+        sampler="cuda",
+        engine="tensorrt_rtx",
+    ),
+    "tensorrt-engine": Provider(
+        "tensorrt",
+        f"Install it: pip install tensorrt-cu13 {_NVIDIA}, in the version that built the engine; PyPI has only a stub.",
+        device="cuda",
+        sampler="cuda",
+        engine="tensorrt",
     ),
     "openvino": Provider(
         "OpenVINOExecutionProvider",

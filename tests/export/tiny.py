@@ -46,11 +46,12 @@ def tiny_checkpoint(
     return folder
 
 
-def tiny_pair(folder: Path, precision: str = "fp32") -> Path:
+def tiny_pair(folder: Path, precision: str = "fp32", **options: Any) -> Path:
     """Export a target and a smaller draft to a bundle inside `folder`."""
     target = tiny_checkpoint(folder / "target", LlamaConfig(**sizes()))
     draft = tiny_checkpoint(folder / "draft", LlamaConfig(**sizes(num_hidden_layers=1)), seed=1)
-    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", precision=precision, quality=False)
+    options = {"precision": precision, "quality": False, **options}
+    export_bundle(resolve(str(target)), resolve(str(draft)), folder / "bundle", **options)
     return folder / "bundle"
 
 

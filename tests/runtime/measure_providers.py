@@ -28,12 +28,13 @@ from paceline.providers import PROVIDERS
 from .openvino_plugin import installed_folder, patched_folder
 
 ROWS = (1, 3, 5)
+CHOICES = [name for name, row in PROVIDERS.items() if row.engine is None]
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("bundle", type=Path)
-    made.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=["cpu", "openvino"])
+    made.add_argument("--providers", nargs="+", choices=CHOICES, default=["cpu", "openvino"])
     made.add_argument("--length", type=int, default=256, help="positions in the cache (default: %(default)s)")
     made.add_argument("--repeats", type=int, default=21, help="runs of each kind (default: %(default)s)")
     made.add_argument("--threads", type=int, help="of each process (default: one per core)")
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="on an AMD processor: use a patched copy of OpenVINO's plugin, which no user has (see openvino_plugin.py)",
     )
-    made.add_argument("--worker", choices=list(PROVIDERS), help=argparse.SUPPRESS)
+    made.add_argument("--worker", choices=CHOICES, help=argparse.SUPPRESS)
     return made
 
 

@@ -133,7 +133,7 @@ class TestRoom:
     def look(self, started: list[str], *, free: int, gpu: int) -> Finding:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(doctor, "_free_bytes", lambda: free)
-            return doctor._bundle(self.folder, started, gpu)
+            return doctor._bundle(self.folder, started, {"free_bytes": gpu, "compute_capability": "8.9"})
 
     def facts(self, *arguments: Any, **options: Any) -> Any:
         return self.look(*arguments, **options).facts["providers"]
@@ -151,3 +151,8 @@ class TestRoom:
         manifest.write_text(manifest.read_text().replace('"float32"', '"float16"'))
         assert self.facts(["cpu", "cuda"], free=1000, gpu=10**9) == ["cuda"]
         assert self.facts(["cuda"], free=10**9, gpu=1000) == []
+
+    def test_engines_must_be_there_for_the_gpu(self) -> None:
+        found = self.look(["tensorrt-rtx-engine"], free=10**9, gpu=10**9)
+        assert found.facts["providers"] == []
+        assert "no engine of the target and the draft for compute capability 8.9; `paceline build`" in found.found

@@ -102,7 +102,7 @@ def test_the_provider_that_is_named_opens_the_models(
     assert opened == ["openvino", "openvino"]
     result = invoke("generate", table_bundle, "--prompt", "hi", "--provider", "tpu")
     assert result.exit_code == 2
-    assert "'tpu' is not one of 'cpu', 'cuda', 'tensorrt', 'tensorrt-rtx', 'openvino'" in result.stderr
+    assert "'tpu' is not one of 'cpu', 'cuda', 'tensorrt', 'tensorrt-rtx', 'tensorrt-rtx-engine', " in result.stderr
 
 
 def test_a_provider_that_does_not_start_is_said(

@@ -8,16 +8,17 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 import paceline
 from paceline import Bundle
-from paceline.bundle import ModelEntry
+from paceline.bundle import Manifest, ModelEntry
 from paceline.cost_profile import cpu_name
 from paceline.errors import PacelineError
 from paceline.ort_session import onnxruntime_packages
@@ -65,8 +66,7 @@ def command(context: click.Context, /, folders: tuple[Path, ...], as_json: bool)
     started = [name for name in PROVIDERS if probed[f"provider {name}"].status == "ok"]
     findings = [_python(), *_packages(), _onnxruntime(), *probed.values(), *_machine()]
     gpus = probed["GPUs"].facts.get("gpus", [])
-    gpu_bytes = gpus[0]["free_bytes"] if gpus else 0
-    bundles = [_bundle(folder, started, gpu_bytes) for folder in folders]
+    bundles = [_bundle(folder, started, gpus[0] if gpus else {}) for folder in folders]
     findings += bundles
     can_run = bool(started) and (not bundles or any(finding.status == "ok" for finding in bundles))
     if as_json:
@@ -157,7 +157,7 @@ def _free_bytes() -> int | None:
     return None if found is None else int(found[1]) * 1024
 
 
-def _bundle(folder: Path, started: Sequence[str], gpu_bytes: int) -> Finding:
+def _bundle(folder: Path, started: Sequence[str], gpu: Mapping[str, Any]) -> Finding:
     """Whether a bundle opens, and which of the providers that start have room for it."""
     title = f"bundle {folder}"
     try:
@@ -166,10 +166,11 @@ def _bundle(folder: Path, started: Sequence[str], gpu_bytes: int) -> Finding:
         return Finding(title, "broken", str(error))
     manifest = bundle.manifest
     models = [model for model in (manifest.target, manifest.draft) if model is not None]
-    weights = sum(entry.size for entry in manifest.files.values())
+    engines = {engine.path for engine in manifest.engines}
+    weights = sum(entry.size for name, entry in manifest.files.items() if name not in engines)
     caches = sum(model.kv_bytes_per_position * min(TEXT, model.max_length) for model in models)
     free = _free_bytes()
-    refusals = {name: _refusal(name, models, weights + caches, free, gpu_bytes) for name in started}
+    refusals = {name: _refusal(name, manifest, weights + caches, free, gpu) for name in started}
     fits = [name for name, refusal in refusals.items() if not refusal]
     facts = {"weight_bytes": weights, "cache_bytes": caches, "providers": fits}
     precisions = " + ".join(model.precision for model in models)
@@ -180,10 +181,19 @@ def _bundle(folder: Path, started: Sequence[str], gpu_bytes: int) -> Finding:
     return Finding(title, "broken", f"{needs}; {reasons}", facts=facts)
 
 
-def _refusal(provider: str, models: Sequence[ModelEntry], needed: int, free: int | None, gpu_bytes: int) -> str:
+def _refusal(provider: str, manifest: Manifest, needed: int, free: int | None, gpu: Mapping[str, Any]) -> str:
     """Why a provider cannot run the models; empty if it can."""
-    if PROVIDERS[provider].device != "cuda":
+    row = PROVIDERS[provider]
+    models: dict[str, ModelEntry | None] = {"target": manifest.target, "draft": manifest.draft}
+    if row.device != "cuda":
         return f"{size(free)} of memory are free" if free is not None and free < needed else ""
-    if any(model.kv_dtype != "float16" for model in models):
+    gpu_bytes, sm = gpu.get("free_bytes", 0), gpu.get("compute_capability", "")
+    if row.engine is not None:
+        built = {engine.model for engine in manifest.engines if (engine.backend, engine.sm) == (row.name, sm)}
+        if missing := [name for name, model in models.items() if model is not None and name not in built]:
+            return (
+                f"no engine of the {' and the '.join(missing)} for compute capability {sm}; `paceline build` makes it"
+            )
+    elif any(model is not None and model.kv_dtype != "float16" for model in models.values()):
         return "its KV caches are not float16; export with --precision fp16"
     return f"{size(gpu_bytes)} of the GPU's memory are free" if gpu_bytes < needed else ""

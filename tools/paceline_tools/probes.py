@@ -23,6 +23,8 @@ from typing import Any, Literal
 from paceline import cuda
 from paceline.errors import PacelineError
 from paceline.ort_session import import_onnxruntime, start
+from paceline.providers import find_provider
+from paceline.trt_engine import start as start_engines
 
 from .tables import size
 
@@ -77,6 +79,9 @@ def probe(title: str, *arguments: str) -> Finding:
 
 
 def _provider(name: str) -> Finding:
+    row = find_provider(name)
+    if row.engine is not None:
+        return Finding(name, "ok", f"there is a GPU, and {row.engine} {start_engines(row).__version__}")
     start(name)
     return Finding(name, "ok", f"starts, and computes with ONNX Runtime {import_onnxruntime().__version__}")
 

@@ -23,6 +23,7 @@ from paceline.errors import InvalidInputError
 from paceline.ort import OrtKVCache, OrtModel
 from paceline.planner import MOST_DRAFT_TOKENS
 from paceline.theory import best_num_draft_tokens, speedup
+from paceline.trt import TrtKVCache, TrtModel
 
 from .arguments import FOLDER, OUTPUT_FILE, THREADS, provider_option
 from .progress import stages
@@ -37,6 +38,7 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _SHOWN = (1, 2, 3, 4, 5, 6, 8, MOST_DRAFT_TOKENS)
 # A kind of run: the model, the rows of the run, the length of the cache before it.
 Kind = tuple[str, int, int]
+_Model = OrtModel | TrtModel
 
 
 class Lengths(click.ParamType[tuple[int, ...]]):
@@ -101,7 +103,7 @@ def command(
     lengths = _checked_lengths(bundle, lengths)
     # Loaded as for a generation: where the weights lie in memory decides what a pass takes.
     decoder = paceline.load(folder, provider=provider, threads=threads, profile=None)
-    target, draft = cast(OrtModel, decoder.target), cast(OrtModel | None, decoder.draft)
+    target, draft = cast(_Model, decoder.target), cast(_Model | None, decoder.draft)
     started = time.perf_counter()
     with stages() as on_progress:
         times = measure(target, draft, lengths, repeats, on_progress)
@@ -137,8 +139,8 @@ def command(
 
 
 def measure(
-    target: OrtModel,
-    draft: OrtModel | None,
+    target: _Model,
+    draft: _Model | None,
     lengths: Sequence[int],
     repeats: int,
     on_progress: Callable[[str, float], None] = lambda stage, fraction: None,
@@ -151,7 +153,7 @@ def measure(
     rng = np.random.default_rng(0)
     longest = max(lengths)
     on_progress("fill the KV caches", 0.0)
-    models: dict[str, tuple[OrtModel, OrtKVCache]] = {}
+    models: dict[str, tuple[_Model, OrtKVCache | TrtKVCache]] = {}
     for name, model in (("target", target), ("draft", draft)):
         if model is not None:
             cache = model.new_cache(longest + len(ROWS))

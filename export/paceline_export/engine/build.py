@@ -117,6 +117,9 @@ def build_plan(
     if not backend.times_kernels:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        # TensorRT-RTX allocates no memory of its own in a pass then, which a CUDA graph could not record.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # else the build does not name its kernels
     config.progress_monitor = monitor
     if workspace is not None:
