@@ -103,7 +103,7 @@ class OverloadError(PacelineError):
         retry_after_s: seconds after which there is probably room.
     """
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ __all__ = ["TextStream", "Tokenizer", "check_text"]
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes and a token at least one: what lies further back is decided.
 _UNDECIDED = 4
-# The character that a byte-level vocabulary writes for each byte (GPT-2's): itself where printable, else one from 256 on.
+# The character that a byte-level vocabulary (GPT-2's) writes for each byte: itself where printable, else from 256 on.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
@@ -143,8 +144,7 @@ class Tokenizer:
             "pad_token": self._text_of(self._entry.pad_token_id),
         }
         try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(
+            return _template(self.chat_template).render(
                 messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
             )
         except Exception as error:  # the template is foreign code
@@ -224,6 +224,12 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str) -> jinja2.Template:
+    """A compiled template: compiling takes longer than rendering."""
+    return _environment().from_string(source)
 
 
 def _to_json(
