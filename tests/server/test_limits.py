@@ -54,12 +54,15 @@ def gate(decoder: SpeculativeDecoder) -> SlowModel:
     return decoder.target
 
 
-def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True) -> socket.socket:
+def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True, **options: int) -> socket.socket:
     """A client that asks for a text, and reads it or not."""
-    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": max_tokens, "stream": stream}).encode()
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": max_tokens, "stream": stream} | options).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     host, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.socket()
+    connection.settimeout(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read is soon noticed
+    connection.connect((host, int(port)))
     connection.sendall(head + body)
     return connection
 
@@ -113,11 +116,9 @@ def test_clients_that_vanish_leave_nothing_behind(slow: SpeculativeDecoder) -> N
 def test_a_client_that_does_not_read_is_dropped(slow: SpeculativeDecoder) -> None:
     with running(slow, limits=Limits(client_s=0.3)) as server:
         gate(slow).gate.set()
-        with open_stream(server, max_tokens=4000) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            # 4,000 tokens are 700 kB: more than the buffers between, unless they have grown.
-            until = time.monotonic() + 15
-            while "499" not in (text := server.get("/metrics").text) and 'status="200"' not in text:
+        with open_stream(server, max_tokens=4000, logprobs=20):  # megabytes, more than the buffers between hold
+            until = time.monotonic() + 30
+            while 'status="499"} 1.0' not in server.get("/metrics").text:
                 assert time.monotonic() < until
                 time.sleep(0.05)
         server.wait_until_idle()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -37,52 +39,55 @@ class Chat:
 
     async def __call__(self, data: bytes) -> ASGIApp:
         """Answer one request; see `Handler`."""
-        body, works = await prepared(self._prepare, data)
-        texts = Texts(self._served, self._metrics, works, body.timeout)
-        answer = _Answer(self._served, body, texts)
+        served = replace(self._served)  # so that another bundle does not come between
+        body, works = await prepared(partial(_prepare, served), data)
+        texts = Texts(served, self._metrics, works, body.timeout)
+        answer = _Answer(served, body, texts)
         if body.stream:
-            return EventStream(answer.chunks(), texts, self._served.limits.client_s)
+            return EventStream(answer.chunks(), texts, served.limits.client_s)
         with texts:
             return JSONResponse(await answer.whole())
 
-    def _prepare(self, data: bytes) -> tuple[ChatBody, list[Generation]]:
-        body = read_body(ChatBody, data)
-        check_model(self._served, body.model)
-        if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs", code="invalid_value")
-        prompt = self._served.tokenizer.encode_chat([message.for_template() for message in body.messages])
-        asked, name = body.max_completion_tokens, "max_completion_tokens"
-        if asked is None:
-            asked, name = body.max_tokens, "max_tokens"
-        elif body.max_tokens not in (None, asked):
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens differ; give one of them.", param=name, code="invalid_value"
-            )
-        room = max(1, self._served.decoder.target.max_length - len(prompt))
-        works = generations(
-            self._served,
-            body,
-            [prompt],
-            max_new_tokens=token_limit(self._served, asked, room, name),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            constraints=[self._constraint(body) for _ in range(min(body.n or 1, self._served.limits.choices))],
-        )
-        return body, works
 
-    def _constraint(self, body: ChatBody) -> Constraint | None:
-        asked = body.response_format
-        if asked is None or asked.type == "text":
-            return None
-        if asked.type == "json_object":
-            return GrammarConstraint.json_object(self._served.tokenizer)
-        if asked.json_schema is None:
-            raise ApiError(
-                400,
-                "response_format of type json_schema needs json_schema.",
-                param="response_format",
-                code="missing_required_parameter",
-            )
-        return GrammarConstraint.from_json_schema(self._served.tokenizer, asked.json_schema.schema_)
+def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
+    body = read_body(ChatBody, data)
+    check_model(served, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs", code="invalid_value")
+    prompt = served.tokenizer.encode_chat([message.for_template() for message in body.messages])
+    asked, name = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, name = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, asked):
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ; give one of them.", param=name, code="invalid_value"
+        )
+    room = max(1, served.decoder.target.max_length - len(prompt))
+    works = generations(
+        served,
+        body,
+        [prompt],
+        max_new_tokens=token_limit(served, asked, room, name),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraints=[_constraint(served, body) for _ in range(min(body.n or 1, served.limits.choices))],
+    )
+    return body, works
+
+
+def _constraint(served: Served, body: ChatBody) -> Constraint | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return GrammarConstraint.json_object(served.tokenizer)
+    if asked.json_schema is None:
+        raise ApiError(
+            400,
+            "response_format of type json_schema needs json_schema.",
+            param="response_format",
+            code="missing_required_parameter",
+        )
+    return GrammarConstraint.from_json_schema(served.tokenizer, asked.json_schema.schema_)
 
 
 class _Answer:

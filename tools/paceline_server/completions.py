@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -38,39 +40,40 @@ class Completions:
 
     async def __call__(self, data: bytes) -> ASGIApp:
         """Answer one request; see `Handler`."""
-        body, prompts, works = await prepared(self._prepare, data)
-        answer = _Answer(self._served, body, prompts)
+        served = replace(self._served)  # so that another bundle does not come between
+        body, prompts, works = await prepared(partial(_prepare, served), data)
+        answer = _Answer(served, body, prompts)
         if body.echo and body.logprobs is not None:
-            answer.scores = [await self._score(ids, body) for ids in prompts]
-        texts = Texts(self._served, self._metrics, works, body.timeout)
+            answer.scores = [await _score(served, ids, body) for ids in prompts]
+        texts = Texts(served, self._metrics, works, body.timeout)
         if body.stream:
-            return EventStream(answer.chunks(texts), texts, self._served.limits.client_s)
+            return EventStream(answer.chunks(texts), texts, served.limits.client_s)
         with texts:
             return JSONResponse(await answer.whole(texts))
 
-    def _prepare(self, data: bytes) -> tuple[CompletionBody, list[list[int]], list[Generation]]:
-        body = read_body(CompletionBody, data)
-        check_model(self._served, body.model)
-        limit = token_limit(self._served, body.max_tokens, _DEFAULT_TOKENS, "max_tokens")
-        if limit == 0 and not body.echo:
-            raise ApiError(
-                400, "max_tokens is 0, so there is nothing to write; only echo makes sense of it.",
-                param="max_tokens", code="invalid_value",
-            )  # fmt: skip
-        prompts = [
-            self._served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in _prompts(body)
-        ]
-        # With max_tokens 0 the checks are made all the same, by generations that never begin.
-        works = generations(self._served, body, prompts, max_new_tokens=max(limit, 1), logprobs=body.logprobs)
-        return body, prompts, works if limit else []
 
-    async def _score(self, token_ids: list[int], body: CompletionBody) -> list[TokenLogprobs]:
-        most = self._served.limits.timeout_s
-        if len(token_ids) == 1:
-            return []
-        scoring = Scoring(self._served.decoder, token_ids, body.logprobs or 0)
-        async with self._served.engine.run(scoring, timeout_s=min(body.timeout or most, most)) as pieces:
-            return [entry async for piece in pieces for entry in piece]
+def _prepare(served: Served, data: bytes) -> tuple[CompletionBody, list[list[int]], list[Generation]]:
+    body = read_body(CompletionBody, data)
+    check_model(served, body.model)
+    limit = token_limit(served, body.max_tokens, _DEFAULT_TOKENS, "max_tokens")
+    if limit == 0 and not body.echo:
+        raise ApiError(
+            400, "max_tokens is 0, so there is nothing to write; only echo makes sense of it.",
+            param="max_tokens", code="invalid_value",
+        )  # fmt: skip
+    prompts = [served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in _prompts(body)]
+    # With max_tokens 0 the checks are made all the same, by generations that never begin.
+    works = generations(served, body, prompts, max_new_tokens=max(limit, 1), logprobs=body.logprobs)
+    return body, prompts, works if limit else []
+
+
+async def _score(served: Served, token_ids: list[int], body: CompletionBody) -> list[TokenLogprobs]:
+    most = served.limits.timeout_s
+    if len(token_ids) == 1:
+        return []
+    scoring = Scoring(served.decoder, token_ids, body.logprobs or 0)
+    async with served.engine.run(scoring, timeout_s=min(body.timeout or most, most)) as pieces:
+        return [entry async for piece in pieces for entry in piece]
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:

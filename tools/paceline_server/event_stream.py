@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from .api_error import ApiError, api_error
@@ -35,7 +36,11 @@ class EventStream:
         self._client_s = client_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send it.
+
+        Raises:
+            ClientDisconnect: the client does not read.
+        """
 
         async def event(data: str) -> None:
             async with asyncio.timeout(self._client_s):
@@ -48,9 +53,8 @@ class EventStream:
                     async for chunk in chunks:
                         await event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
                     await event("[DONE]")
-                except TimeoutError:
-                    _log.warning("A client did not read for %g s and was dropped.", self._client_s)
-                    return  # an answer without its end: the server closes the connection
+                except TimeoutError as error:
+                    raise ClientDisconnect from error
                 except Exception as error:
                     answer = api_error(error)
                     if answer is None:

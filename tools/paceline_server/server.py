@@ -104,6 +104,8 @@ def serve(
     """
     address.check_tls()
     with contextlib.closing(address.bind()) as listening:
+        # Connections inherit it: one whose client has gone without a word, or does not read, is closed by the system.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * served.limits.client_s) or 1)
         config = uvicorn.Config(
             create_app(served, keys),
             loop="asyncio",
