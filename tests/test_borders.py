@@ -52,9 +52,9 @@ def breaches(path: str, source: str) -> list[str]:
             "tools": package not in EXPORT_ONLY,
             "tests": True,
         }[folder]
-        if package == "paceline_tools" and (folder not in ("tools", "tests") or path.startswith("tools/paceline_server")):
+        if package in ("paceline_tools", "paceline_server") and folder not in ("tools", "tests"):
             allowed = False
-        if package == "paceline_server" and folder not in ("tools", "tests"):
+        if package == "paceline_tools" and path.startswith("tools/paceline_server/"):
             allowed = False
         if package in EXPORT_ONLY and folder not in ("export", "tests"):
             allowed = False
