@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = {"paceline", "paceline_export", "paceline_tools"}
+OURS = {"paceline", "paceline_export", "paceline_tools", "paceline_server"}
 RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2", "paceline"}
 # Extras of the runtime, imported inside functions; tests/runtime/test_public.py sees that nothing loads them early.
 OPTIONAL = {("runtime/paceline/grammar.py", "llguidance")}
@@ -54,7 +54,9 @@ def breaches(path: str, source: str) -> list[str]:
             "tools": package not in EXPORT_ONLY or path == FOREIGN,
             "tests": True,
         }[folder]
-        if package == "paceline_tools" and folder not in ("tools", "tests"):
+        if package in ("paceline_tools", "paceline_server") and folder not in ("tools", "tests"):
+            allowed = False
+        if package == "paceline_tools" and path.startswith("tools/paceline_server/"):
             allowed = False
         if package in EXPORT_ONLY and folder not in ("export", "tests") and path != FOREIGN:
             allowed = False
@@ -93,6 +95,9 @@ def test_the_runtime_is_among_the_files() -> None:
         ("export/paceline_export/pair.py", "import paceline"),
         ("export/paceline_export/pair.py", "import paceline\nprint(paceline.__version__, paceline.load)"),
         ("export/paceline_export/pair.py", "from paceline_tools import cli"),
+        ("runtime/paceline/engine.py", "import paceline_server"),
+        ("runtime/paceline/engine.py", "import starlette"),
+        ("tools/paceline_server/app.py", "from paceline_tools import cli"),
         ("tools/paceline_tools/info.py", "import transformers"),
         ("tools/paceline_tools/info.py", "if True:\n    import onnx.helper"),
     ],
@@ -112,6 +117,7 @@ def test_a_crossing_is_seen(path: str, source: str) -> None:
         ),
         ("export/paceline_export/export.py", "import paceline\nprint(paceline.__version__)"),
         ("export/paceline_export/parity.py", "from paceline.ort import OrtModel"),
+        ("tools/paceline_tools/serve.py", "from paceline_server import Served"),
         ("tools/paceline_tools/generate.py", "import click\nimport paceline\nfrom paceline_export import pair"),
     ],
 )

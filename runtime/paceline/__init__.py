@@ -5,6 +5,7 @@ from __future__ import annotations
 from .bundle import Bundle
 from .decoder import SpeculativeDecoder
 from .drafters import Drafter
+from .engine import AsyncEngine
 from .errors import PacelineError
 from .generation import Generation, Step
 from .kv_cache import KVCache
@@ -16,6 +17,7 @@ from .stats import Stats
 from .verify import Draft
 
 __all__ = [
+    "AsyncEngine",
     "Bundle",
     "CausalLM",
     "Draft",

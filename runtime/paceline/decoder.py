@@ -214,11 +214,17 @@ class SpeculativeDecoder:
                 sampling, draft_sampler.params, drafter=drafter, constraint=constraint, logprobs=logprobs
             )
             play, new_drafter = graph_rounds(self.graphs, self.draft, sampling, draft_sampler, prompt_ids, caches)
+        if not planner and not num_draft_tokens:
+            new_drafter = None
+        kv_bytes = caches.num_bytes(self.target)
+        if new_drafter and self.draft and drafter in (None, "draft-model", "hybrid"):
+            kv_bytes += caches.num_bytes(self.draft)
         return Generation(
             prompt_ids,
             target=self.target,
             caches=caches,
-            new_drafter=new_drafter if planner or num_draft_tokens else None,
+            kv_bytes=kv_bytes,
+            new_drafter=new_drafter,
             sampler=row_sampler(sampling),
             num_draft_tokens=num_draft_tokens,
             rule=verification,

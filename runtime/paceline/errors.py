@@ -4,14 +4,18 @@
 PacelineError
 ├── InvalidInputError         an argument or option out of its range (also a ValueError); the CLI exits with 2
 │   ├── ContextLengthError    a prompt that does not fit the model's context
+│   ├── MemoryBudgetError     a text whose KV caches exceed an engine's budget
 │   └── NoTokenLeftError      sampling parameters and constraint that together forbid every token
 ├── BuildError                an engine that cannot be built, or that a strict build refuses
 ├── BundleError               a bundle that is missing, truncated, altered, or of a newer format
 ├── CheckpointError           a source that cannot be used: unknown name, only pickles, remote code, unsupported model
+├── DeadlineError             a generation that an engine ended at its deadline
+├── EngineClosedError         an engine that drains or is closed, and takes nothing new
 ├── FetchError                a download that failed or does not match its hash
 ├── IncompatiblePairError     a draft model that cannot serve this target
 ├── InstallationError         a package that is missing, or two that exclude each other
 ├── ModelOutputError          logits that define no distribution (NaN, or nothing but minus infinity)
+├── OverloadError             an engine whose queue is full; it says when to try again
 ├── ParityError               an exported graph that differs from its source beyond tolerance
 └── ProfileError              a profile of costs that is missing, damaged, or of another setup
 ```
@@ -26,12 +30,16 @@ __all__ = [
     "BundleError",
     "CheckpointError",
     "ContextLengthError",
+    "DeadlineError",
+    "EngineClosedError",
     "FetchError",
     "IncompatiblePairError",
     "InstallationError",
     "InvalidInputError",
+    "MemoryBudgetError",
     "ModelOutputError",
     "NoTokenLeftError",
+    "OverloadError",
     "PacelineError",
     "ParityError",
     "ProfileError",
@@ -50,6 +58,10 @@ class ContextLengthError(InvalidInputError):
     """A prompt does not fit the model's context."""
 
 
+class MemoryBudgetError(InvalidInputError):
+    """The KV caches of a text exceed an engine's budget, so that it could never run."""
+
+
 class NoTokenLeftError(InvalidInputError):
     """Sampling parameters and constraint together forbid every token at a position."""
 
@@ -66,6 +78,14 @@ class CheckpointError(PacelineError):
     """A source cannot be used as a checkpoint."""
 
 
+class DeadlineError(PacelineError):
+    """A generation's deadline passed before its text was complete."""
+
+
+class EngineClosedError(PacelineError):
+    """An engine drains or is closed."""
+
+
 class FetchError(PacelineError):
     """A download failed or does not match its hash."""
 
@@ -80,6 +100,18 @@ class InstallationError(PacelineError):
 
 class ModelOutputError(PacelineError):
     """A model returned logits that define no distribution."""
+
+
+class OverloadError(PacelineError):
+    """An engine's queue is full.
+
+    Attributes:
+        retry_after_s: seconds after which there is probably room.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ParityError(PacelineError):

@@ -57,6 +57,7 @@ class Generation(Iterator[Step]):
         *,
         target: CausalLM,
         caches: GenerationCaches,
+        kv_bytes: int,
         new_drafter: Callable[[], Drafter] | None,
         sampler: RowSampler,
         num_draft_tokens: int,
@@ -75,6 +76,7 @@ class Generation(Iterator[Step]):
         self._num_draft_tokens = num_draft_tokens
         self._rule = rule
         self._caches = caches
+        self._kv_bytes = kv_bytes
         self._vocab_size = vocab_size
         self._cutter = cutter
         self._chance = chance
@@ -117,6 +119,16 @@ class Generation(Iterator[Step]):
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, "stop" or "length"; None while it goes on or when it was closed."""
         return self._finish_reason
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step has been given."""
+        return self._finish_reason is not None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values at most, in both models; caches of models that do not tell count as nothing."""
+        return self._kv_bytes
 
     def close(self) -> None:
         """End the generation and free its caches; called from another thread, after the step in hand."""

@@ -245,6 +245,11 @@ class OrtModel:
         """Largest number of positions of a cache."""
         return self.entry.max_length
 
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of keys and values that a cache takes for each of its positions."""
+        return self.entry.kv_bytes_per_position
+
     def new_cache(self, max_length: int) -> OrtKVCache:
         """Make an empty cache.
 

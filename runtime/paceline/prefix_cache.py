@@ -133,6 +133,11 @@ class GenerationCaches:
             self._made.append((model, cache))
         return cache
 
+    def num_bytes(self, model: CausalLM) -> int:
+        """Bytes that `model`'s cache takes when it is full; 0 for a model that does not tell."""
+        length = min(model.max_length, self._cache_length)
+        return length * int(getattr(model, "kv_bytes_per_position", 0))
+
     def keep(self, tokens: Sequence[int]) -> None:
         """Keep what the caches hold of the text `tokens`; they must not be used any more."""
         if self._prefixes:

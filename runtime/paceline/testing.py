@@ -112,6 +112,11 @@ class TableModel:
         """Largest number of positions of a cache."""
         return self._max_length
 
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """1: a token stands for its keys and values."""
+        return 1
+
     def next_logits(self, text: Sequence[int]) -> FloatArray:
         """Logits `[width]` of the token behind `text`."""
         before = (0, *text)

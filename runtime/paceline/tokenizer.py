@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ __all__ = ["TextStream", "Tokenizer", "check_text"]
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes and a token at least one: what lies further back is decided.
 _UNDECIDED = 4
+# The character that a byte-level vocabulary (GPT-2's) writes for each byte: itself where printable, else from 256 on.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
 
 
 class Tokenizer:
@@ -41,6 +48,7 @@ class Tokenizer:
         self._backend = backend
         self._entry = entry
         self._special_ids = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
         self.vocab_size = entry.vocab_size
         self.eos_token_ids = entry.eos_token_ids
         self.chat_template = chat_template
@@ -99,6 +107,19 @@ class Tokenizer:
         """Whether this id has no text of its own."""
         return token_id in self._special_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token alone, which need not be whole characters; a special token's are those of its name."""
+        piece = self._backend.id_to_token(token_id) or ""
+        if self.is_special(token_id):
+            return piece.encode()
+        if self._is_byte_level and all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        if fallback := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(fallback[1])
+        text = self._backend.decode([token_id], skip_special_tokens=False)
+        # A decoder of SentencePiece's drops the space that a text begins with.
+        return (" " + text if piece.startswith("▁") and not text.startswith(" ") else text).encode()
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render messages with the chat template, up to where the assistant answers.
 
@@ -123,8 +144,7 @@ class Tokenizer:
             "pad_token": self._text_of(self._entry.pad_token_id),
         }
         try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(
+            return _template(self.chat_template).render(
                 messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
             )
         except Exception as error:  # the template is foreign code
@@ -204,6 +224,12 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str) -> jinja2.Template:
+    """A compiled template: compiling takes longer than rendering."""
+    return _environment().from_string(source)
 
 
 def _to_json(

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_public_names_are_pinned() -> None:
     assert sorted(paceline.__all__) == [
+        "AsyncEngine",
         "Bundle",
         "CausalLM",
         "Draft",

@@ -225,3 +225,20 @@ def test_a_chat_without_a_template_is_refused() -> None:
 def test_messages_must_be_messages(messages: list[Any]) -> None:
     with pytest.raises(InvalidInputError, match="at least one message"):
         render("x", messages)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_single_tokens_joined_are_the_text(text: str) -> None:
+    pieces = [TOKENIZER.token_bytes(token_id) for token_id in TOKENIZER.encode(text)]
+    assert b"".join(pieces) == text.encode()
+
+
+def test_the_bytes_of_sentencepiece_tokens() -> None:
+    vocabulary = {"▁the": 0, "é": 1, "<0xE2>": 2, "<s>": 3, "▁": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>"])
+    tokenizer = Tokenizer(backend, TokenizerEntry(5, None, (3,), None))
+    assert [tokenizer.token_bytes(token_id) for token_id in range(5)] == [b" the", "é".encode(), b"\xe2", b"<s>", b" "]

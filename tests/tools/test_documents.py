@@ -36,8 +36,9 @@ def test_an_example_of_the_readme_runs(index: int, smol_bundle: Path) -> None:
 
 
 def test_the_readme_has_examples() -> None:
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     assert EXAMPLES[0].count("\n") <= 10
+    assert max(example.count("\n") for example in EXAMPLES) <= 40
 
 
 def options_of(name: str) -> set[str]:

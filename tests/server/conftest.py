@@ -1,0 +1,89 @@
+"""A server on a real port, over a pair of tiny random models."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+
+import paceline
+from paceline import AsyncEngine, SpeculativeDecoder
+from paceline_server import Limits, Served, create_app
+from paceline_server.keys import ApiKeys
+from paceline_server.server import Address
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that answers at `url`."""
+
+    url: str
+    served: Served
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        with httpx2.Client(timeout=30) as client:
+            return client.post(f"{self.url}{path}", json={"model": MODEL} | body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        with httpx2.Client(timeout=30) as client:
+            return client.get(f"{self.url}{path}", **options)
+
+    def wait_until_idle(self) -> None:
+        until = time.monotonic() + 10
+        while (stats := self.served.engine.stats).running or stats.waiting:
+            assert time.monotonic() < until, stats
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(
+    decoder: SpeculativeDecoder,
+    keys: ApiKeys | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    **engine: Any,
+) -> Iterator[Running]:
+    served = Served(decoder, AsyncEngine(**engine), MODEL, limits)
+    config = uvicorn.Config(
+        create_app(served, keys), lifespan="off", log_config=None, ws="none", http="h11", loop="asyncio",
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    with Address(port=0).bind() as listening:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.005)
+            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", served)
+        finally:
+            server.should_exit = True
+            thread.join()
+            asyncio.run(served.engine.aclose())
+
+
+@pytest.fixture(scope="session")
+def decoder(tiny_bundle: Path) -> SpeculativeDecoder:
+    """The pair, with a chat template and a small prefix cache."""
+    decoder = paceline.load(tiny_bundle, prefix_cache_bytes=1 << 20)
+    assert decoder.tokenizer is not None
+    decoder.tokenizer.chat_template = TEMPLATE
+    return decoder
+
+
+@pytest.fixture(scope="session")
+def server(decoder: SpeculativeDecoder) -> Iterator[Running]:
+    """A server with usual limits."""
+    with running(decoder, limits=Limits(new_tokens=100), kv_budget=1 << 24) as server:
+        yield server

@@ -1,0 +1,251 @@
+"""Every limit is driven, and clients come and go."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from paceline import SpeculativeDecoder
+from paceline.testing import TableModel
+from paceline_server import Limits
+from paceline_server.api_error import ApiError
+from paceline_server.keys import ApiKeys
+
+from .conftest import MODEL, Running, running
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+class SlowModel(TableModel):
+    """A table whose forwards wait until the test lets them go on; it never ends a text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        logits = np.random.default_rng(0).standard_normal((vocab_size, vocab_size))
+        logits[:, 256:] = -np.inf
+        super().__init__(logits, max_length=4096)
+        self.gate = threading.Event()
+        self.num_forwards = 0
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.num_forwards += 1
+        assert self.gate.wait(20)
+        return super().forward(*args, **options)
+
+
+@pytest.fixture
+def slow(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """A decoder with the tiny pair's tokenizer and a model that waits."""
+    model = SlowModel(decoder.vocab_size)
+    return SpeculativeDecoder(model, None, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
+
+
+def gate(decoder: SpeculativeDecoder) -> SlowModel:
+    assert isinstance(decoder.target, SlowModel)
+    return decoder.target
+
+
+def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True, **options: int) -> socket.socket:
+    """A client that asks for a text, and reads it or not."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": max_tokens, "stream": stream} | options).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.settimeout(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read is soon noticed
+    connection.connect((host, int(port)))
+    connection.sendall(head + body)
+    return connection
+
+
+def wait_for(server: Running, **wanted: int) -> None:
+    until = time.monotonic() + 10
+    while any(getattr(server.served.engine.stats, name) != value for name, value in wanted.items()):
+        assert time.monotonic() < until, server.served.engine.stats
+        time.sleep(0.005)
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_again(slow: SpeculativeDecoder) -> None:
+    with running(slow, max_running=1, max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(server.post, TEXT, {"prompt": "x", "max_tokens": 4}) for _ in range(2)]
+        wait_for(server, running=1, waiting=1)
+        answer = server.post(TEXT, {"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+        gate(slow).gate.set()
+        assert [one.result().status_code for one in asked] == [200, 200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_text(slow: SpeculativeDecoder, stream: bool) -> None:
+    with running(slow, max_running=1) as server:
+        gate(slow).gate.set()
+        if stream:
+            with open_stream(server) as connection:
+                assert b"200 OK" in connection.recv(1000)
+        else:
+            with open_stream(server, stream=False):
+                wait_for(server, running=1)
+        server.wait_until_idle()
+        assert server.served.engine.stats.ended["cancelled"] == 1
+        assert gate(slow).num_forwards < 2900
+        assert 'endpoint="completions",status="499"} 1.0' in server.get("/metrics").text
+
+
+def test_clients_that_vanish_leave_nothing_behind(slow: SpeculativeDecoder) -> None:
+    with running(slow, max_running=4, max_waiting=100) as server:
+        connections = [open_stream(server) for _ in range(40)]
+        wait_for(server, waiting=39)  # the others join it after its first step
+        for connection in connections:
+            connection.close()
+        gate(slow).gate.set()
+        server.wait_until_idle()
+        assert server.served.engine.stats.ended["cancelled"] == 40
+        assert server.post(TEXT, {"prompt": "x", "max_tokens": 3}).status_code == 200
+
+
+def test_a_client_that_does_not_read_is_dropped(slow: SpeculativeDecoder) -> None:
+    with running(slow, limits=Limits(client_s=0.3)) as server:
+        gate(slow).gate.set()
+        with open_stream(server, max_tokens=4000, logprobs=20):  # megabytes, more than the buffers between hold
+            until = time.monotonic() + 30
+            while 'status="499"} 1.0' not in server.get("/metrics").text:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        server.wait_until_idle()
+
+
+def test_a_body_that_is_too_large_or_too_slow(decoder: SpeculativeDecoder) -> None:
+    with running(decoder, limits=Limits(body_bytes=1000, client_s=0.2)) as server:
+        answer = server.post(TEXT, {"prompt": "x" * 2000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        pieces = (b"x" * 300 for _ in range(20))
+        with httpx2.Client() as client:
+            assert client.post(f"{server.url}{TEXT}", content=pieces).status_code == 413
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+        connection.putrequest("POST", TEXT)
+        connection.putheader("Content-Length", "500")
+        connection.endheaders(b'{"model"')
+        assert connection.getresponse().status == 408
+        connection.close()
+
+
+def test_a_prompt_or_a_text_that_is_too_long(decoder: SpeculativeDecoder) -> None:
+    limits = Limits(prompt_tokens=10, new_tokens=5, choices=2)
+    with running(decoder, limits=limits) as server:
+        answer = server.post(TEXT, {"prompt": [90] * 11})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "at most 5 tokens" in server.post(TEXT, {"prompt": "x", "max_tokens": 6}).json()["error"]["message"]
+        assert "at most 2" in server.post(TEXT, {"prompt": "x", "n": 3}).json()["error"]["message"]
+        # What a request leaves open is within the limit.
+        assert server.post(TEXT, {"prompt": "x", "min_tokens": 5}).json()["usage"]["completion_tokens"] == 5
+
+
+def test_memory_that_cannot_suffice_is_refused_with_the_numbers(slow: SpeculativeDecoder) -> None:
+    with running(slow, kv_budget=50) as server:
+        answer = server.post(TEXT, {"prompt": "x", "max_tokens": 60})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "kv_memory_exceeded")
+        assert "61 bytes" in error["message"]
+        assert "is 50" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline(slow: SpeculativeDecoder, stream: bool) -> None:
+    with running(slow) as server:
+        threading.Timer(0.3, gate(slow).gate.set).start()
+        answer = server.post(TEXT, {"prompt": "x", "timeout": 0.1, "stream": stream})
+        if stream:  # the status was sent before the text began
+            assert answer.status_code == 200
+            assert json.loads(answer.text.strip().removeprefix("data: "))["error"]["code"] == "deadline_passed"
+            assert "[DONE]" not in answer.text
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_passed")
+
+
+def test_a_fault_of_the_server_tells_nothing(slow: SpeculativeDecoder, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("secret")
+
+    gate(slow).forward = fail  # type: ignore[method-assign]
+    with running(slow) as server:
+        answer = server.post(TEXT, {"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "secret" not in answer.text
+        streamed = server.post(TEXT, {"prompt": "x", "stream": True})
+        assert "internal_error" in streamed.text
+        assert "secret" not in streamed.text
+        assert server.get("/health").status_code == 200
+    assert "secret" in caplog.text
+
+
+def test_keys(decoder: SpeculativeDecoder) -> None:
+    with running(decoder, ApiKeys(["one", "two"])) as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        answers = [
+            server.post(TEXT, body, headers=headers)
+            for headers in (
+                {},
+                {"Authorization": "Bearer three"},
+                {"Authorization": "Basic one"},
+                {"Authorization": "one"},
+            )
+        ]
+        assert [answer.status_code for answer in answers] == [401] * 4
+        assert len({answer.text for answer in answers}) == 1
+        assert server.get("/v1/models").status_code == 401
+        for key in ("one", "two"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert server.post(TEXT, body, headers=headers).status_code == 200
+            assert server.get("/v1/models", headers=headers).status_code == 200
+        for path in ("/health", "/ready", "/metrics"):
+            assert server.get(path).status_code == 200
+
+
+def test_keys_from_a_file_and_the_environment(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# a comment\n\nfirst\n  second  \n")
+    keys = ApiKeys.read(file, "third, fourth")
+    for key in ("first", "second", "third", "fourth"):
+        keys.check(f"Bearer {key}")
+    with pytest.raises(ApiError):
+        keys.check("Bearer # a comment")
+    file.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        ApiKeys.read(file, None)
+    with pytest.raises(ValueError, match="holds no key"):
+        ApiKeys.read(None, " , ")
+    ApiKeys.read(None, None).check(None)
+
+
+def test_metrics_and_readiness(slow: SpeculativeDecoder) -> None:
+    gate(slow).gate.set()
+    with running(slow, kv_budget=1000) as server:
+        server.post(TEXT, {"prompt": "xy", "max_tokens": 6})
+        server.post(CHAT, {"messages": []})
+        text = server.get("/metrics").text
+        for line in (
+            "paceline_new_tokens_total 6.0",
+            "paceline_prompt_tokens_total 2.0",
+            "paceline_rounds_total 5.0",
+            'paceline_texts_total{outcome="finished"} 1.0',
+            'paceline_requests_total{endpoint="completions",status="200"} 1.0',
+            'paceline_requests_total{endpoint="chat",status="400"} 1.0',
+            "paceline_time_to_first_token_seconds_count 1.0",
+            "paceline_inter_token_seconds_count 5.0",
+            "paceline_kv_budget_bytes 1000.0",
+            "paceline_kv_bytes 0.0",
+        ):
+            assert f"{line}\n" in text
+        assert server.get("/ready").status_code == 200
+        server.served.draining = True
+        assert server.get("/ready").status_code == 503

@@ -1,0 +1,148 @@
+"""`paceline serve` as a process: it tells where, drains, loads anew, and refuses what it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from .conftest import environment, run_paceline
+
+
+@contextmanager
+def serving(*args: object, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of `paceline serve`, and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline_tools", "serve", *map(str, args), "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | variables,
+    )
+    try:
+        assert process.stderr is not None
+        url = None
+        for line in process.stderr:
+            if found := re.search(r"is served at (http\S*)/v1", line):
+                url = found[1]
+                break
+        assert url is not None
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+
+
+def test_it_drains_on_sigterm(tiny_bundle: Path) -> None:
+    """A text that has begun is sent to its end, then the process ends with 0."""
+    with serving(tiny_bundle, "--model-name", "m", "--max-new-tokens", 200) as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        body = {"model": "m", "prompt": "x", "max_tokens": 200, "stream": True, "min_tokens": 200, "n": 8, "seed": 1}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            chunks = [first, *lines]
+        assert chunks[-2] == "data: [DONE]"
+        reasons = [
+            json.loads(line.removeprefix("data: "))["choices"][0]["finish_reason"] for line in chunks[:-2] if line
+        ]
+        assert sum(reason == "length" for reason in reasons) == 8
+        assert process.wait(20) == 0
+
+
+def test_an_idle_server_ends_at_once(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle) as (process, url):
+        assert httpx2.get(f"{url}/ready").status_code == 200
+        assert [model["id"] for model in httpx2.get(f"{url}/v1/models").json()["data"]] == [tiny_bundle.name]
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 5
+
+
+def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
+    with serving(damaged, "--model-name", "m", "--api-keys", _keys(damaged.parent)) as (process, url):
+        headers = {"Authorization": "Bearer key"}
+        body = {"model": "m", "prompt": "x", "max_tokens": 20, "seed": 2}
+
+        def ask() -> str:
+            answer = httpx2.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
+            assert answer.status_code == 200
+            return str(answer.json()["choices"][0]["text"])
+
+        assert process.stderr is not None
+        before = ask()
+        process.send_signal(signal.SIGHUP)
+        texts: list[str] = []
+        asking = threading.Thread(target=lambda: texts.extend(ask() for _ in range(10)))
+        asking.start()
+        assert "loaded anew" in process.stderr.readline()
+        asking.join()
+        assert [*texts, ask()] == [before] * 11
+        (damaged / "tokenizer.json").unlink()
+        process.send_signal(signal.SIGHUP)
+        assert "not loaded anew" in process.stderr.readline()
+        assert ask() == before
+
+
+def _keys(folder: Path) -> Path:
+    (folder / "keys").write_text("key\n")
+    return folder / "keys"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["--port", "70000"], 2, "70000"),
+        (["--kv-memory", "0"], 2, "kv-memory"),
+        (["--host", "203.0.113.7"], 1, "203.0.113.7"),
+        (["--tls-cert", __file__], 2, "certificate and its key"),
+        (["--tls-cert", __file__, "--tls-key", __file__], 2, "must be PEM"),
+        (["--max-running", "0"], 2, "max-running"),
+    ],
+)
+def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: str) -> None:
+    done = run_paceline("serve", tiny_bundle, "--port", 0, *args, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bundle_that_is_damaged_is_never_served(damaged: Path) -> None:
+    (damaged / "target" / "model.onnx").write_bytes(b"no graph")
+    done = run_paceline("serve", damaged, "--port", 0, timeout=60)
+    assert done.returncode == 1
+    assert "served at" not in done.stderr
+
+
+def test_an_open_door_is_warned_of(tiny_bundle: Path) -> None:
+    def lines_until_it_serves(**variables: str) -> str:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline_tools", "serve", tiny_bundle, "--port", "0", "--host", "0.0.0.0"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | variables,
+        )
+        assert process.stderr is not None
+        lines = ""
+        while "is served at" not in lines and (line := process.stderr.readline()):
+            lines += line
+        process.terminate()
+        process.stderr.close()
+        assert process.wait(20) == 0
+        return lines
+
+    assert "--api-keys" in lines_until_it_serves()
+    assert "--api-keys" not in lines_until_it_serves(PACELINE_API_KEYS="key")

@@ -1,0 +1,157 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from paceline import Generation
+from paceline.constraint import Constraint
+from paceline.grammar import GrammarConstraint
+from paceline.logprobs import TokenLogprobs
+
+from .api_error import ApiError
+from .bodies import ChatBody, read_body
+from .endpoint import prepared
+from .event_stream import EventStream
+from .logprob_shapes import chat_logprobs, entries_of
+from .metrics import Metrics
+from .models import check_model
+from .served import Served
+from .texts import Texts, generations, token_limit
+
+__all__ = ["Chat"]
+
+
+class Chat:
+    """Answers chats; one object serves all requests."""
+
+    def __init__(self, served: Served, metrics: Metrics) -> None:
+        self._served = served
+        self._metrics = metrics
+
+    async def __call__(self, data: bytes) -> ASGIApp:
+        """Answer one request; see `Handler`."""
+        served = replace(self._served)  # so that another bundle does not come between
+        body, works = await prepared(partial(_prepare, served), data)
+        texts = Texts(served, self._metrics, works, body.timeout)
+        answer = _Answer(served, body, texts)
+        if body.stream:
+            return EventStream(answer.chunks(), texts, served.limits.client_s)
+        with texts:
+            return JSONResponse(await answer.whole())
+
+
+def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
+    body = read_body(ChatBody, data)
+    check_model(served, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs", code="invalid_value")
+    prompt = served.tokenizer.encode_chat([message.for_template() for message in body.messages])
+    asked, name = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, name = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, asked):
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ; give one of them.", param=name, code="invalid_value"
+        )
+    room = max(1, served.decoder.target.max_length - len(prompt))
+    works = generations(
+        served,
+        body,
+        [prompt],
+        max_new_tokens=token_limit(served, asked, room, name),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraints=[_constraint(served, body) for _ in range(min(body.n or 1, served.limits.choices))],
+    )
+    return body, works
+
+
+def _constraint(served: Served, body: ChatBody) -> Constraint | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return GrammarConstraint.json_object(served.tokenizer)
+    if asked.json_schema is None:
+        raise ApiError(
+            400,
+            "response_format of type json_schema needs json_schema.",
+            param="response_format",
+            code="missing_required_parameter",
+        )
+    return GrammarConstraint.from_json_schema(served.tokenizer, asked.json_schema.schema_)
+
+
+class _Answer:
+    """The answer to one request, whole or in chunks."""
+
+    def __init__(self, served: Served, body: ChatBody, texts: Texts) -> None:
+        self._body = body
+        self._texts = texts
+        self._tokenizer = served.tokenizer
+        self._end_token_ids = frozenset((*served.decoder.eos_token_ids, *(body.stop_token_ids or ())))
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """One JSON document."""
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in self._texts.works]
+        async for index, step in self._texts.steps():
+            logprobs[index] += entries_of(step, self._end_token_ids)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": work.text, "refusal": None},
+                "logprobs": self._logprobs(logprobs[index]),
+                "finish_reason": work.finish_reason,
+            }
+            for index, work in enumerate(self._texts.works)
+        ]
+        return self._object("chat.completion", choices) | {"usage": self._texts.usage(len(choices))}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The objects of a stream."""
+        begun: set[int] = set()
+        async for index, step in self._texts.steps():
+            if index not in begun:
+                begun.add(index)
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+            entries = entries_of(step, self._end_token_ids)
+            if step.text or entries:
+                yield self._chunk(index, {"content": step.text}, self._logprobs(entries))
+            if step.finish_reason is not None:
+                yield self._chunk(index, {}, finish_reason=step.finish_reason)
+        if self._wants_usage:
+            yield self._object("chat.completion.chunk", []) | {"usage": self._texts.usage(len(self._texts.works))}
+
+    @property
+    def _wants_usage(self) -> bool:
+        return bool(self._body.stream_options and self._body.stream_options.include_usage)
+
+    def _logprobs(self, entries: list[TokenLogprobs] | tuple[TokenLogprobs, ...]) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, entries) if self._body.logprobs else None
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        chunk = self._object("chat.completion.chunk", [choice])
+        return chunk | {"usage": None} if self._wants_usage else chunk
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices}

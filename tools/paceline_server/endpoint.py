@@ -1,0 +1,109 @@
+"""One endpoint that takes a body: keys, limits of size and time, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .api_error import ApiError, api_error
+from .keys import ApiKeys
+from .metrics import Metrics
+from .served import Served
+
+__all__ = ["Endpoint", "Handler", "prepared"]
+
+_log = logging.getLogger(__name__)
+
+# Takes the body; what it returns is sent. Leaving it early, by an error or a cancellation, ends all that it began.
+Handler: TypeAlias = Callable[[bytes], Awaitable[ASGIApp]]
+
+_T = TypeVar("_T")
+# Bytes of a body that are parsed and tokenized in about a millisecond, less than a change of threads may take.
+_QUICK = 4096
+
+
+class Endpoint:
+    """An ASGI application around a handler: the handler is cancelled once the client has gone."""
+
+    def __init__(self, name: str, handler: Handler, served: Served, keys: ApiKeys, metrics: Metrics) -> None:
+        self._name = name
+        self._handler = handler
+        self._served = served
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        work = asyncio.create_task(self._answer(request, scope, receive, send))
+        try:
+            await work
+        except (asyncio.CancelledError, ClientDisconnect):  # the client has gone, or the server gives up
+            self._metrics.count_request(self._name, 499)
+
+    async def _answer(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._keys.check(request.headers.get("authorization"))
+            body = await self._read(request)
+        except ApiError as error:
+            self._metrics.count_request(self._name, error.status)
+            await error.response()(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None  # this is one
+        watch = asyncio.create_task(_cancel_when_gone(receive, task))
+        try:
+            response, status = await self._respond(body)
+            await response(scope, receive, send)
+            self._metrics.count_request(self._name, status)
+        finally:
+            watch.cancel()
+
+    async def _respond(self, body: bytes) -> tuple[ASGIApp, int]:
+        try:
+            return await self._handler(body), 200
+        except Exception as error:
+            answer = api_error(error)
+            if answer is None:
+                _log.exception("A request failed.")
+                answer = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
+            return answer.response(), answer.status
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, as far as limits allow."""
+        most = self._served.limits.body_bytes
+        too_large = ApiError(
+            413, f"The body is larger than this server's limit of {most:,} bytes.", code="body_too_large"
+        )
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > most:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._served.limits.client_s):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > most:
+                        raise too_large
+        except TimeoutError as error:
+            seconds = self._served.limits.client_s
+            raise ApiError(408, f"The body did not arrive within {seconds:g} s.", code="body_timeout") from error
+        return bytes(data)
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+async def prepared(prepare: Callable[[bytes], _T], data: bytes) -> _T:
+    """What `prepare` makes of a body. Long texts and grammars take up to seconds: the event loop goes on meanwhile."""
+    if len(data) <= _QUICK and b"response_format" not in data:
+        return prepare(data)
+    return await asyncio.to_thread(prepare, data)

@@ -1,0 +1,64 @@
+"""Server-sent events, as OpenAI's streams have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from .api_error import ApiError, api_error
+
+__all__ = ["EventStream"]
+
+_log = logging.getLogger(__name__)
+_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+class EventStream:
+    """A response of JSON objects, one an event, and `[DONE]` behind them.
+
+    An error in the middle becomes the last event, for the status has been sent by then. A client that does not read for
+    `client_s` seconds is dropped.
+    """
+
+    def __init__(
+        self, chunks: AsyncGenerator[dict[str, Any], None], work: AbstractContextManager[object], client_s: float
+    ) -> None:
+        """Send `chunks`, inside of `work`, which ends what makes them."""
+        self._chunks = chunks
+        self._work = work
+        self._client_s = client_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it.
+
+        Raises:
+            ClientDisconnect: the client does not read.
+        """
+
+        async def event(data: str) -> None:
+            async with asyncio.timeout(self._client_s):
+                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+        with self._work:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            async with aclosing(self._chunks) as chunks:
+                try:
+                    async for chunk in chunks:
+                        await event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+                    await event("[DONE]")
+                except TimeoutError as error:
+                    raise ClientDisconnect from error
+                except Exception as error:
+                    answer = api_error(error)
+                    if answer is None:
+                        _log.exception("A stream failed.")
+                        answer = ApiError(500, "The server failed on this request.", code="internal_error")
+                    await event(json.dumps(answer.as_dict()))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
