@@ -23,7 +23,7 @@ bundle: $(VENV)/installed
 
 ## test: install, then linters, types and tests
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 ## check, lint: linters and types alone
 check lint: $(VENV)/installed-dev
