@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_a_disk_that_is_full_leaves_no_half_file_and_loses_no_figure(tmp_path: P
     (tmp_path / "page.html").write_text("before", encoding="utf-8")
     done = run_paceline("bench", "--from", old, "--html", tmp_path / "page.html", preexec_fn=limit)
     assert done.returncode == 1
-    assert "File too large" in done.stderr
+    assert f"{tmp_path / 'page.html'}: File too large" in done.stderr
     assert "K = 4" in done.stdout
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.json", "page.html"]
@@ -188,6 +189,7 @@ def test_a_disk_that_is_full_leaves_no_half_file_and_loses_no_figure(tmp_path: P
         (["--json", "run", "--html", "./run"], "--json and --html name the same file"),
         (["--drafter", "hybrid", "--draft-tokens", "2"], "--drafter hybrid plans its drafts: add auto"),
         (["--from", __file__], "or --from with a run that was saved"),
+        (["--seed", str(2**64 - 1), "--repeats", "2"], f"got {2**64}"),
     ],
 )
 def test_wrong_usage(
@@ -198,6 +200,41 @@ def test_wrong_usage(
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_nothing_that_a_run_reads_is_written_over(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    document = made_up(1)
+    run = tmp_path / "run.json"
+    run.write_text(document.to_json(summarise(document)), encoding="utf-8")
+    text = tmp_path / "humaneval.jsonl"
+    text.write_bytes(prompts.read_bytes())
+    before = {path: path.read_bytes() for path in (run, text, table_bundle / "paceline.json")}
+    for args in (
+        ("--from", run, "--html", run),
+        (table_bundle, "--prompts", text, "--json", text),
+        (table_bundle, "--prompts", f"humaneval:{text}", "--html", text.parent / "." / text.name),
+        (table_bundle, "--json", table_bundle / "paceline.json"),
+        (table_bundle, "--html", table_bundle / "page.html"),
+    ):
+        result = invoke("bench", *args)
+        assert result.exit_code == 2
+        assert "would be lost" in result.stderr or "lies in the bundle" in result.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (table_bundle / "page.html").exists()
+
+
+def test_runs_with_nothing_in_common_do_not_pass(invoke: Invoke, tmp_path: Path) -> None:
+    document = made_up(1)
+    run, other = tmp_path / "run.json", tmp_path / "other.json"
+    run.write_text(document.to_json(summarise(document)), encoding="utf-8")
+    renamed = replace(document, prompts=tuple(replace(one, name=f"another {one.name}") for one in document.prompts))
+    other.write_text(renamed.to_json(summarise(renamed)), encoding="utf-8")
+    assert invoke("bench", "--from", run, "--compare", run).exit_code == 0
+    result = invoke("bench", "--from", run, "--compare", other)
+    assert result.exit_code == 1
+    assert "no method with prompts in common" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,15 @@ def test_missing_repeats_are_never_drawn() -> None:
         ({"run": {**RUN, "machine": {}}}, "is damaged: run.machine.cpu should be of type str, got None"),
         ({"measurements": [{**MEASUREMENT, "steps_s": []}]}, "has no steps, or of different numbers"),
         ({"measurements": [{**MEASUREMENT, "decode_s": math.nan}]}, "has a time that is none"),
-        ({"measurements": [{**MEASUREMENT, "steps_tokens": [-1] * STEPS}]}, "has a number below 0"),
+        ({"measurements": [{**MEASUREMENT, "steps_tokens": [-1] * STEPS}]}, "has a number of tokens that is none"),
+        ({"measurements": [{**MEASUREMENT, "steps_tokens": [10**400] * STEPS}]}, "has a number of tokens that is none"),
+        ({"measurements": [{**MEASUREMENT, "decode_s": 1e308}]}, "has a time that is none"),
+        ({"run": {**RUN, "peers": None}}, "run.peers should be of type dict, got None"),
+        (
+            {"run": {**RUN, "read_bytes_per_s": "x"}},
+            "run.read_bytes_per_s should be a number above 0, or null, got 'x'",
+        ),
+        ({"run": {**RUN, "seconds": math.nan}}, "run.seconds should be a time, got nan"),
         ({"measurements": [{**MEASUREMENT, "steps_s": "1"}]}, "steps_s should be of type list"),
     ],
 )

@@ -117,6 +117,18 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, texts: list[str]
         ("p.jsonl", b'{"turns": []}', r"p\.jsonl, line 1: 'turns' should be a list of texts"),
         ("p.jsonl", b'{"prompt": "a", "category": 3}', r"p\.jsonl, line 1: 'category' should be text"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}', r"p\.jsonl, line 2: not UTF-8"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a\\ud800b"}',
+            r"p\.jsonl, line 1: 'prompt' holds half of a character .* at character 2",
+        ),
+        ("p.jsonl", b'{"turns": ["\\udfff"]}', r"p\.jsonl, line 1: 'turns' holds half of a character"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a", "category": "\\ud800"}',
+            r"p\.jsonl, line 1: 'category' holds half of a character",
+        ),
+        ("p.jsonl", b'{"prompt": "a", "name": "\\ud800"}', r"p\.jsonl, line 1: 'name' holds half of a character"),
         ("p.jsonl", b"\n\n", r"p\.jsonl, line 1: there are no prompts, the file is empty"),
         ("p.txt", b"", r"p\.txt, line 1: there is no prompt, the file is empty"),
         ("p.txt", b"a\nb\n\xff", r"p\.txt, line 3: not UTF-8"),

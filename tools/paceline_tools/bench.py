@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ class DraftTokensList(click.ParamType[tuple[int | str, ...]]):
     "old_file",
     metavar="OLD.json",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Compare with an earlier run; exit code 1 where something became slower.",
+    help="Compare with an earlier run; exit code 1 where something became slower, or nothing is in both runs.",
 )
 @click.option(
     "--tolerance",
@@ -194,7 +195,7 @@ def command(
         click.echo(f"\n── against {old_file} ──\n\n{compared(found, differences(old, document), tolerance)}")
     if not from_file and not document.complete:
         context.exit(_INTERRUPTED)
-    if any(change.verdict == "slower" for change in found):
+    if old and (not found or any(change.verdict == "slower" for change in found)):
         context.exit(1)
 
 
@@ -217,3 +218,20 @@ def _check_options(context: click.Context, folder: Path | None, from_file: Path 
     params = context.params
     if params["json_file"] is not None and params["json_file"] == params["html_file"]:
         raise click.UsageError("--json and --html name the same file; name two.")
+    _check_outputs(params)
+
+
+def _check_outputs(params: Mapping[str, Any]) -> None:
+    """Refuse to write over what this run reads."""
+    sources = [part for source in params["prompts"] for part in (source, source.partition(":")[2])]
+    read = [params["from_file"], params["profile"], *sources]
+    files = {Path(one).resolve() for one in read if one and one != "-"}
+    for option in ("json_file", "html_file"):
+        output = params[option]
+        if output is None:
+            continue
+        name, path = f"--{option.removesuffix('_file')} {output}", output.resolve()
+        if path in files:
+            raise click.UsageError(f"{name} is a file that this run reads and would be lost; name another.")
+        if params["folder"] is not None and params["folder"].resolve() in path.parents:
+            raise click.UsageError(f"{name} lies in the bundle, which holds what the export wrote; name another place.")

@@ -21,5 +21,7 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())  # a disk that is full may say so only now
         partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error  # not the partial file's name
     finally:
         partial.unlink(missing_ok=True)

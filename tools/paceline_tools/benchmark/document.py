@@ -20,6 +20,9 @@ __all__ = ["FORMAT", "VERSION", "Document", "Failure", "MeasuredPrompt", "Skippe
 FORMAT = "paceline bench"
 VERSION = 1
 _T = TypeVar("_T")
+# From here on, a figure in a document is damage: a century, and as many tokens as a 32-bit number counts.
+_LONGEST_S = 3.2e9
+_MOST_TOKENS = 2**31
 # What figures, tables and pages take from a document's run.
 _RUN = {
     "paceline": str,
@@ -140,15 +143,23 @@ class Document:
         return document
 
     def _check(self) -> None:
+        if not 0 <= self.run["seconds"] < _LONGEST_S:
+            raise BundleError(f"run.seconds should be a time, got {self.run['seconds']!r:.60}")
+        if not isinstance(self.run.get("peers", {}), dict):
+            raise BundleError(f"run.peers should be of type dict, got {self.run['peers']!r:.60}")
+        speed = self.run.get("read_bytes_per_s")
+        if speed is not None and (type(speed) not in (int, float) or not 0 < speed < math.inf):
+            raise BundleError(f"run.read_bytes_per_s should be a number above 0, or null, got {speed!r:.60}")
         for index, one in enumerate(self.measurements):
             lengths = {len(steps) for steps in (one.steps_s, one.steps_tokens, one.steps_proposed, one.steps_accepted)}
             if len(lengths) != 1 or not one.steps_s:
                 raise BundleError(f"measurements[{index}] has no steps, or of different numbers")
             times = (*one.steps_s, one.prefill_s, one.decode_s, one.target_s, one.draft_s)
-            if not all(0 <= time < math.inf for time in times):
+            if not all(0 <= time < _LONGEST_S for time in times):
                 raise BundleError(f"measurements[{index}] has a time that is none")
-            if min(*one.steps_tokens, *one.steps_proposed, *one.steps_accepted) < 0:
-                raise BundleError(f"measurements[{index}] has a number below 0")
+            numbers = (*one.steps_tokens, *one.steps_proposed, *one.steps_accepted)
+            if min(numbers) < 0 or max(numbers) >= _MOST_TOKENS:
+                raise BundleError(f"measurements[{index}] has a number of tokens that is none")
             if not 0 <= one.prompt < len(self.prompts) or not 0 <= one.method < len(self.methods):
                 raise BundleError(f"measurements[{index}] is of a prompt or method that is not there")
 

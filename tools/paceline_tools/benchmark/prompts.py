@@ -46,6 +46,21 @@ class Row:
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             raise InvalidInputError(f"{self.where}: {name!r} should be text that is not empty, got {value!r:.60}.")
+        return self.checked(name, value)
+
+    def checked(self, name: str, value: str) -> str:
+        """The text, if it is one in UTF-8, too; JSON can hold halves of characters.
+
+        Raises:
+            InvalidInputError: it is not.
+        """
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"{self.where}: {name!r} holds half of a character ({value[error.start]!a}) at character "
+                f"{error.start + 1}."
+            ) from error
         return value
 
 
@@ -160,7 +175,8 @@ def _from_file(source: str) -> list[Prompt]:
         category = row.fields.get("category", name)
         if not isinstance(category, str):
             raise InvalidInputError(f"{row.where}: 'category' should be text, got {category!r:.60}.")
-        prompts.append(Prompt(f"{category} {label}", category, _any_text(row)))
+        name_of_all = row.checked("name", f"{row.checked('category', category)} {label}")
+        prompts.append(Prompt(name_of_all, category, _any_text(row)))
     return prompts
 
 
@@ -177,7 +193,7 @@ def _turn(row: Row) -> str:
     turns = row.fields.get("turns")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise InvalidInputError(f"{row.where}: 'turns' should be a list of texts, got {turns!r:.60}.")
-    return turns[0]
+    return row.checked("turns", turns[0])
 
 
 def _content(source: str) -> tuple[str, bytes]:

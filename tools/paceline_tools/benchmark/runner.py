@@ -76,6 +76,8 @@ def run_benchmark(
     plan = Plan(methods, max_new_tokens, repeats, SamplingParams(**knobs), None if no_seed else seed, ignore_end)
     for method in methods:
         plan.sampling(method, 0)  # a temperature out of its range is said before anything is loaded
+    if plan.seed is not None:
+        SamplingParams(seed=plan.seed + repeats - 1)  # and the last repeat's seed
     if choices:
         check_knobs(plan.knobs)
     texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
@@ -100,6 +102,7 @@ def run_benchmark(
         complete = True
     except KeyboardInterrupt:
         if not any(isinstance(one, Measurement) for one in found):
+            click.echo("\nBroken off before a text was complete; nothing is saved.", err=True)
             raise
         click.echo("\nBroken off; what was measured is kept.", err=True)
     finally:
