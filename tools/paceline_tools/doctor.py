@@ -168,13 +168,14 @@ def _bundle(folder: Path, started: Sequence[str], gpu: Mapping[str, Any]) -> Fin
     models = [model for model in (manifest.target, manifest.draft) if model is not None]
     engines = {engine.path for engine in manifest.engines}
     weights = sum(entry.size for name, entry in manifest.files.items() if name not in engines)
-    caches = sum(model.kv_bytes_per_position * min(TEXT, model.max_length) for model in models)
+    text = min(TEXT, manifest.target.max_length)
+    caches = sum(model.kv_bytes_per_position * min(text, model.max_length) for model in models)
     free = _free_bytes()
     refusals = {name: _refusal(name, manifest, weights + caches, free, gpu) for name in started}
     fits = [name for name, refusal in refusals.items() if not refusal]
     facts = {"weight_bytes": weights, "cache_bytes": caches, "providers": fits}
     precisions = " + ".join(model.precision for model in models)
-    needs = f"{precisions}, needs {size(weights)}, and {size(caches)} for a text of {TEXT} tokens"
+    needs = f"{precisions}, needs {size(weights)}, and {size(caches)} for a text of {text} tokens"
     if fits:
         return Finding(title, "ok", f"{needs}; runs with {', '.join(fits)}", facts=facts)
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "no provider starts"
