@@ -179,8 +179,11 @@ def test_what_the_logger_raises_ends_the_build(tmp_path: Path) -> None:
         def append(self, text: str) -> None:
             raise KeyboardInterrupt
 
+    def start(self: Any) -> None:
+        self.errors, self.warnings, self.infos = [], [], Broken()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(log), "start", lambda self: vars(self).update(infos=Broken(), warnings=[], errors=[]))
+        patch.setattr(type(log), "start", start)
         with pytest.raises(KeyboardInterrupt):
             build(graph)
     assert build(graph).findings == ()
