@@ -368,6 +368,8 @@ class Bundle:
     def open(cls, root: str | Path, *, verify_hashes: bool = False) -> Bundle:
         """Open a bundle and check every file's size, and with `verify_hashes` every file's SHA-256.
 
+        Engines are left to `find_engine`: what uses none goes on without them, and a build can replace them.
+
         Raises:
             BundleError: no such folder, no manifest, a newer format, or a file that is missing, truncated or altered.
         """
@@ -388,7 +390,7 @@ class Bundle:
         except (BundleError, UnicodeDecodeError) as error:
             raise BundleError(f"{root}: {error}") from error
         bundle = cls(root, manifest)
-        bundle.check_files(verify_hashes=verify_hashes)
+        bundle.check_files(verify_hashes=verify_hashes, engines=False)
         return bundle
 
     def path(self, name: str) -> Path:
@@ -405,16 +407,22 @@ class Bundle:
         """Whether the manifest lists this file."""
         return name in self.manifest.files
 
-    def check_files(self, *, verify_hashes: bool, on_bytes: Callable[[int], None] | None = None) -> None:
-        """Check that every listed file is inside the bundle, present, and of its size (and hash).
+    def check_files(
+        self, *, verify_hashes: bool, engines: bool = True, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
+        """Check that every listed file, engines among them or not, is in the bundle and of its size (and hash).
 
         Raises:
             BundleError: naming the first file that is not.
         """
-        mend = "Export the bundle again, or copy it again in full."
+        built = {engine.path: engine for engine in self.manifest.engines}
         inside = self.root.resolve()
         for name, entry in self.manifest.files.items():
-            path = self.root / name
+            path, mend = self.root / name, "Export the bundle again, or copy it again in full."
+            if (engine := built.get(name)) is not None:
+                if not engines:
+                    continue
+                mend = f"Build it again: `paceline build {self.root} --backend {engine.backend} --sm {engine.sm}`."
             if not path.is_file():
                 raise BundleError(f"{self.root}: the file {name!r} is missing. {mend}")
             if not path.resolve().is_relative_to(inside):

@@ -13,7 +13,7 @@ from pathlib import Path
 from .bundle import Bundle, EngineEntry, FileEntry, build_dataclass, check_safe_path, file_sha256
 from .errors import BundleError
 
-__all__ = ["INDEX_NAME", "EngineIndex", "find_engine", "read_index"]
+__all__ = ["INDEX_NAME", "EngineIndex", "engine_fault", "find_engine", "read_index"]
 
 INDEX_NAME = "engines.json"
 
@@ -99,12 +99,20 @@ def find_engine(
             )
     (engine,) = left[-1:]
     path, listed = root / engine.path, index.files[engine.path]
-    if not path.is_file():
-        raise BundleError(f"{root}: the engine {engine.path!r} is missing. {mend}")
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise BundleError(f"{root}: {engine.path!r} is a link that leads out of the folder; refusing to follow it.")
-    if (size := path.stat().st_size) != listed.size:
-        raise BundleError(f"{root}: the engine {engine.path!r} has {size} bytes, expected {listed.size}. {mend}")
-    if verify_hash and (digest := file_sha256(path)) != listed.sha256:
-        raise BundleError(f"{root}: the engine {engine.path!r} has SHA-256 {digest}, expected {listed.sha256}. {mend}")
+    if fault := engine_fault(root, engine.path, listed, verify_hash=verify_hash):
+        raise BundleError(f"{root}: {fault} {mend}")
     return path, engine
+
+
+def engine_fault(root: Path, name: str, listed: FileEntry, *, verify_hash: bool = False) -> str:
+    """What is wrong with the file of an engine, as a sentence; empty if nothing is."""
+    path = root / name
+    if not path.is_file():
+        return f"the engine {name!r} is missing."
+    if not path.resolve().is_relative_to(root.resolve()):
+        return f"{name!r} is a link that leads out of the folder; refusing to follow it."
+    if (size := path.stat().st_size) != listed.size:
+        return f"the engine {name!r} has {size} bytes, expected {listed.size}."
+    if verify_hash and (digest := file_sha256(path)) != listed.sha256:
+        return f"the engine {name!r} has SHA-256 {digest}, expected {listed.sha256}."
+    return ""

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +24,7 @@ from paceline.bundle import Bundle, EngineProfile
 from paceline.engines import find_engine
 from paceline.errors import BuildError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS
-from paceline_export.engine.build import Plan, build_plan
+from paceline_export.engine.build import Plan, _listeners, build_plan
 from paceline_export.engine.bundle import build_engines
 from paceline_export.engine.profiles import ProfileRows
 from paceline_export.export import export_bundle
@@ -128,6 +134,61 @@ def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
         build(path)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(143), OSError("stderr is gone")])
+def test_what_a_progress_callback_raises_ends_the_build(error: Any, tmp_path: Path) -> None:
+    graph, calls = write_small_graph(tmp_path), []
+
+    def report(share: float) -> None:
+        calls.append(share)
+        raise error
+
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        build(graph, on_progress=report)
+    whole: list[float] = []
+    build(graph, on_progress=whole.append)  # the next build is not cancelled
+    assert len(calls) < len(whole)
+
+
+def build_often(graph: Path) -> None:
+    for _ in range(100):
+        build(graph)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signals_handler_raises_ends_the_build(number: int, tmp_path: Path) -> None:
+    """Also where the signal waits when a callback begins, so that it is raised before the callback's first line."""
+    graph = write_small_graph(tmp_path)
+    before = signal.signal(number, lambda *_: sys.exit(7))
+    handler = signal.getsignal(number)
+    try:
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+        timer.start()
+        with pytest.raises(SystemExit):
+            build_often(graph)
+        timer.join()
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_the_logger_raises_ends_the_build(tmp_path: Path) -> None:
+    log, _, _ = _listeners(RTX.load())
+    graph = write_small_graph(tmp_path)
+
+    class Broken(list[str]):
+        def append(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    def start(self: Any) -> None:
+        self.errors, self.warnings, self.infos = [], [], Broken()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(log), "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            build(graph)
+    assert build(graph).findings == ()
+
+
 def export_pair(folder: Path, precision: str, draft_precision: str) -> Path:
     """A tied Qwen2, and itself as its draft."""
     config = transformers.Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True))
@@ -210,6 +271,22 @@ def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypa
     with pytest.raises(BuildError, match="no"):
         build_engines(Bundle.open(pair), ["8.9", "12.0"], max_length=128, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_the_command_and_adds_nothing(number: int, code: int, pair: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    sms = ",".join(sm for sm in RTX.targets if "fp8" in RTX.targets[sm])
+    command = [sys.executable, "-m", "paceline_tools", "build", str(pair), "--sm", sms, "-o", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "target" in process.stderr.readline()
+    time.sleep(0.3)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code, said
+    assert "Exception" not in said
+    assert not out.exists()
 
 
 @pytest.mark.slow

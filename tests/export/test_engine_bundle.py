@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,8 @@ import pytest
 
 from paceline.bundle import Bundle, EngineEntry, EngineProfile, ModelEntry, SourceEntry, TensorSpec
 from paceline.engines import INDEX_NAME, read_index
-from paceline.errors import BundleError, InstallationError, InvalidInputError
+from paceline.errors import BundleError, InstallationError, InvalidInputError, PacelineError
+from paceline_export.engine import store
 from paceline_export.engine.backends import BACKENDS, find_backend
 from paceline_export.engine.bundle import build_engines
 from paceline_export.engine.device import compute_capability
@@ -299,6 +301,86 @@ def test_engines_may_have_a_folder_of_their_own(damaged: Path, tmp_path: Path) -
     assert (damaged / "paceline.json").read_text() == before
     with pytest.raises(InvalidInputError, match="is a bundle; leave -o out"):
         put(bundle, engine(bundle), b"x", damaged)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_any_build(
+    damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = Bundle.open(damaged)
+    before, touch = sorted(damaged.rglob("*")), Path.touch
+
+    def refuse(folder: Path, out: Path | None, message: str) -> None:
+        def refusing(path: Path) -> None:
+            if path.parent == folder:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            touch(path)
+
+        monkeypatch.setattr(Path, "touch", refusing)
+        with pytest.raises(PacelineError) as caught, EngineStore(bundle, out):
+            pytest.fail("it was entered")
+        assert f"{folder} cannot be written (Permission denied); {message}, or mend its permissions" in str(
+            caught.value
+        )
+
+    refuse(damaged, None, "pass -o FOLDER for engines elsewhere")
+    refuse(damaged / "engines", None, "pass -o FOLDER for engines elsewhere")
+    refuse(tmp_path / "out", tmp_path / "out", "name another folder with -o")
+    assert sorted(damaged.rglob("*")) == before
+    assert not (tmp_path / "out").exists()
+    (damaged / "engines").write_bytes(b"")
+    with pytest.raises(PacelineError, match=r"cannot be written \(File exists\)"), EngineStore(bundle, None):
+        pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), KeyboardInterrupt()])
+@pytest.mark.parametrize("own", [False, True])
+def test_engines_that_cannot_be_listed_are_removed(
+    own: bool, error: BaseException, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, out = Bundle.open(damaged), tmp_path / "out" if own else None
+    first = put(bundle, engine(bundle), b"first", out)
+    root = out or damaged
+    before = sorted(root.rglob("*"))
+
+    def fail(path: Path, text: str) -> None:
+        assert len(list(root.rglob("*.engine"))) == 2
+        raise error
+
+    monkeypatch.setattr(store, "_exchange", fail)
+    with pytest.raises(PacelineError if isinstance(error, OSError) else KeyboardInterrupt):
+        put(bundle, engine(bundle), b"second", out)
+    assert sorted(root.rglob("*")) == before
+    monkeypatch.undo()
+    exchange = store._exchange
+
+    def late(path: Path, text: str) -> None:
+        exchange(path, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_exchange", late)
+    with pytest.raises(KeyboardInterrupt):
+        put(bundle, engine(bundle), b"third", out)
+    (listed,) = read_index(root).engines if own else Bundle.open(root).manifest.engines
+    assert listed.path != first.path
+    assert (root / listed.path).read_bytes() == b"third"
+
+
+@pytest.mark.parametrize("left", [None, b"fir"])
+def test_a_lost_engine_is_built_again(left: bytes | None, damaged: Path) -> None:
+    bundle = Bundle.open(damaged)
+    first = put(bundle, engine(bundle), b"first")
+    path = damaged / first.path
+    path.unlink()
+    if left is not None:
+        path.write_bytes(left)
+    bundle = Bundle.open(damaged, verify_hashes=True)  # what uses no engine goes on
+    with pytest.raises(BundleError, match=r"`paceline build .* --backend tensorrt-rtx --sm 8\.9`"):
+        bundle.check_files(verify_hashes=False)
+    assert put(bundle, engine(bundle), b"first") == first
+    Bundle.open(damaged).check_files(verify_hashes=True)
+    path.unlink()
+    second = put(bundle, engine(bundle), b"second")
+    assert Bundle.open(damaged).manifest.engines == (second,)
 
 
 @pytest.mark.parametrize(

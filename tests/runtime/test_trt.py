@@ -420,7 +420,9 @@ def relist(bundle: Path, path: Path) -> None:
 def test_a_truncated_engine(damaged: Path, gpu: SimulatedCuda) -> None:
     path = engine_file(damaged)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(BundleError, match=r"'engines/target-.*' has \d+ bytes where \d+ are expected"):
+    with pytest.raises(
+        BundleError, match=r"'engines/target-.*' has \d+ bytes, expected \d+\. Build it: `paceline build"
+    ):
         paceline.load(damaged, provider=PROVIDER)
     relist(damaged, path)
     message = r"cannot deserialise .*: OLD_CUDA_DRIVER: MALFORMED_ENGINE: .*magic tag does not match\. Build it again"

@@ -144,6 +144,9 @@ class TestRoom:
         assert (found.status, found.facts["providers"]) == ("broken", [])
         assert found.found.endswith("cpu: 1 kB of memory are free")
 
+    def test_a_text_is_no_longer_than_the_context(self) -> None:
+        assert "for a text of 64 tokens" in self.look(["cpu"], free=10**9, gpu=0).found
+
     def test_on_a_gpu_caches_must_be_float16(self) -> None:
         found = self.look(["cpu", "cuda"], free=10**9, gpu=10**9)
         assert found.facts["providers"] == ["cpu"]

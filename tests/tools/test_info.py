@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from paceline.bundle import MANIFEST_NAME
+from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, EngineProfile, FileEntry
 
 from .conftest import Invoke, run_paceline, write_table_bundle
 
@@ -89,6 +90,24 @@ def test_verify_finds_an_altered_file_of_the_right_size(invoke: Invoke, bundle: 
     assert result.exit_code == 1
     assert "'draft/model.onnx' has SHA-256" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_lost_engine_is_a_warning_and_how_to_build_it(invoke: Invoke, bundle: Path) -> None:
+    manifest = Bundle.open(bundle).manifest
+    profile = EngineProfile("verify", {"input_ids": ((1, 1), (1, 5), (1, 5))})
+    entry = EngineEntry(
+        *("engines/a.engine", "target", "tensorrt-rtx", "1.7", "8.9", "fp16", "0" * 64, 64, 4, 1, (profile,))
+    )
+    files = {**manifest.files, entry.path: FileEntry(5, "0" * 64)}
+    changed = dataclasses.replace(manifest, engines=(entry,), files=files)
+    (bundle / "paceline.json").write_text(changed.to_json())
+    mend = f"paceline build {bundle} --backend tensorrt-rtx --sm 8.9`"
+    result = invoke("info", bundle)
+    assert result.exit_code == 0, result.output
+    assert f"Warning: the engine 'engines/a.engine' is missing. `{mend} builds it again." in result.stdout
+    result = invoke("info", bundle, "--verify")
+    assert result.exit_code == 1
+    assert f"'engines/a.engine' is missing. Build it again: `{mend}." in result.stderr
 
 
 def test_what_is_no_bundle_is_refused_with_the_reason(invoke: Invoke, bundle: Path, tmp_path: Path) -> None:

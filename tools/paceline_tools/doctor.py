@@ -18,8 +18,9 @@ import click
 
 import paceline
 from paceline import Bundle
-from paceline.bundle import Manifest, ModelEntry
+from paceline.bundle import ModelEntry
 from paceline.cost_profile import cpu_name
+from paceline.engines import engine_fault
 from paceline.errors import PacelineError
 from paceline.ort_session import onnxruntime_packages
 from paceline.providers import PROVIDERS
@@ -168,28 +169,34 @@ def _bundle(folder: Path, started: Sequence[str], gpu: Mapping[str, Any]) -> Fin
     models = [model for model in (manifest.target, manifest.draft) if model is not None]
     engines = {engine.path for engine in manifest.engines}
     weights = sum(entry.size for name, entry in manifest.files.items() if name not in engines)
-    caches = sum(model.kv_bytes_per_position * min(TEXT, model.max_length) for model in models)
+    text = min(TEXT, manifest.target.max_length)
+    caches = sum(model.kv_bytes_per_position * min(text, model.max_length) for model in models)
     free = _free_bytes()
-    refusals = {name: _refusal(name, manifest, weights + caches, free, gpu) for name in started}
+    refusals = {name: _refusal(name, bundle, weights + caches, free, gpu) for name in started}
     fits = [name for name, refusal in refusals.items() if not refusal]
     facts = {"weight_bytes": weights, "cache_bytes": caches, "providers": fits}
     precisions = " + ".join(model.precision for model in models)
-    needs = f"{precisions}, needs {size(weights)}, and {size(caches)} for a text of {TEXT} tokens"
+    needs = f"{precisions}, needs {size(weights)}, and {size(caches)} for a text of {text} tokens"
     if fits:
         return Finding(title, "ok", f"{needs}; runs with {', '.join(fits)}", facts=facts)
     reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items()) or "no provider starts"
     return Finding(title, "broken", f"{needs}; {reasons}", facts=facts)
 
 
-def _refusal(provider: str, manifest: Manifest, needed: int, free: int | None, gpu: Mapping[str, Any]) -> str:
+def _refusal(provider: str, bundle: Bundle, needed: int, free: int | None, gpu: Mapping[str, Any]) -> str:
     """Why a provider cannot run the models; empty if it can."""
-    row = PROVIDERS[provider]
+    row, manifest = PROVIDERS[provider], bundle.manifest
     models: dict[str, ModelEntry | None] = {"target": manifest.target, "draft": manifest.draft}
     if row.device != "cuda":
         return f"{size(free)} of memory are free" if free is not None and free < needed else ""
     gpu_bytes, sm = gpu.get("free_bytes", 0), gpu.get("compute_capability", "")
     if row.engine is not None:
-        built = {engine.model for engine in manifest.engines if (engine.backend, engine.sm) == (row.name, sm)}
+        built = {
+            engine.model
+            for engine in manifest.engines
+            if (engine.backend, engine.sm) == (row.name, sm)
+            and not engine_fault(bundle.root, engine.path, manifest.files[engine.path])
+        }
         if missing := [name for name, model in models.items() if model is not None and name not in built]:
             return (
                 f"no engine of the {' and the '.join(missing)} for compute capability {sm}; `paceline build` makes it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from paceline import Bundle
-from paceline.bundle import EngineEntry, ModelEntry
+from paceline.bundle import ModelEntry
+from paceline.engines import engine_fault
 
 from .arguments import FOLDER
 from .progress import stages
@@ -102,8 +103,9 @@ def _quality(models: Mapping[str, ModelEntry]) -> Iterator[str]:
             yield ""
 
 
-def _engines(engines: Sequence[EngineEntry]) -> Iterator[str]:
-    """What each engine was built for."""
+def _engines(bundle: Bundle) -> Iterator[str]:
+    """What each engine was built for, and which of their files are lost or damaged."""
+    engines = bundle.manifest.engines
     if not engines:
         return
     rows = [
@@ -120,6 +122,11 @@ def _engines(engines: Sequence[EngineEntry]) -> Iterator[str]:
     ]
     yield table(("engine", "precision", "context", "drafted", "batch", "profiles", "built by"), rows)
     yield ""
+    for engine in engines:
+        if fault := engine_fault(bundle.root, engine.path, bundle.manifest.files[engine.path]):
+            mend = f"`paceline build {bundle.root} --backend {engine.backend} --sm {engine.sm}` builds it again."
+            yield f"Warning: {fault} {mend}"
+            yield ""
 
 
 def _text(bundle: Bundle) -> str:
@@ -155,7 +162,7 @@ def _text(bundle: Bundle) -> str:
             table(("", *models), rows),
             "",
             *_quality(models),
-            *_engines(manifest.engines),
+            *_engines(bundle),
             f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
             f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
             "",

@@ -17,6 +17,7 @@ from paceline.errors import BuildError, InvalidInputError
 from paceline_export.passes.static_length import POSITIONS, set_static_length
 
 from .backends import Backend
+from .interruption import Interruption
 from .traps import (
     fused_attention,
     ignored_arguments,
@@ -90,22 +91,25 @@ def build_plan(
         InstallationError: the backend is not installed.
         InvalidInputError: more positions than the graph has.
         BuildError: the graph cannot be parsed or built, or a strict build refuses it, with every reason.
+        BaseException: what `on_progress` or the handler of a signal raised; it cancels the build.
     """
     trt = backend.load()
-    log, monitor = _listeners(trt)
+    log, monitor, interruption = _listeners(trt)
     log.start()
-    monitor.report = on_progress or (lambda share: None)
+    monitor.start(on_progress or (lambda share: None))
     started = time.perf_counter()
     model = _graph(graph, max_length)
     inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
     attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
     what = f"{graph} for compute capability {sm}"
 
-    builder = trt.Builder(log)
-    # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse(ir.to_proto(model).SerializeToString(), str(graph)):
+    with interruption.kept():
+        builder = trt.Builder(log)
+        # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, log)
+        parsed = parser.parse(ir.to_proto(model).SerializeToString(), str(graph))
+    if not parsed:
         reasons = [str(parser.get_error(i)).strip() for i in range(parser.num_errors)]
         raise BuildError(f"{backend.name} cannot parse {what}: {'; '.join(reasons) or 'no reason was given'}")
     findings = lost_inputs(inputs, network) + profile_faults(profiles, inputs) + ignored_arguments(model)
@@ -126,10 +130,11 @@ def build_plan(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if timing_cache is not None:
         _use_timings(config, timing_cache)
-    for profile in profiles:
-        _add_profile(builder, network, config, profile, what)
-    before = len(log.warnings)
-    plan = builder.build_serialized_network(network, config)
+    with interruption.kept():
+        for profile in profiles:
+            _add_profile(builder, network, config, profile, what)
+        before = len(log.warnings)
+        plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise BuildError(f"{backend.name} cannot build {what}: {'; '.join(log.errors) or 'no reason was given'}")
     if timing_cache is not None:
@@ -206,8 +211,9 @@ def _figures(label: str, messages: Sequence[str]) -> list[int]:
 
 
 @functools.cache
-def _listeners(trt: Any) -> tuple[Any, Any]:
+def _listeners(trt: Any) -> tuple[Any, Any, Interruption]:
     """What a build talks to. TensorRT keeps the first logger of a process for ever, so there is one."""
+    interruption = Interruption()
 
     class Log(trt.ILogger):  # type: ignore[misc]
         """Keeps what is said, by how grave it is."""
@@ -222,6 +228,7 @@ def _listeners(trt: Any) -> tuple[Any, Any]:
             self.infos: list[str] = []
             self.details: list[str] = []
 
+        @interruption.keep
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.ERROR:
                 self.errors.append(message.strip())
@@ -233,17 +240,26 @@ def _listeners(trt: Any) -> tuple[Any, Any]:
                 self.details.append(message)
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Turns phases within phases into one share."""
+        """Turns phases within phases into one share, and cancels the build after an interruption."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.report: Callable[[float], None] = lambda share: None
+            self.start(lambda share: None)
+
+        def start(self, report: Callable[[float], None]) -> None:
+            self.report = report
             self.phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps behind, steps
 
+        @interruption.keep
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self.phases[phase_name] = (parent_phase, 0, max(num_steps, 1))
 
         def step_complete(self, phase_name: str, step: int) -> bool:
+            self.advance(phase_name, step)
+            return interruption.error is None
+
+        @interruption.keep
+        def advance(self, phase_name: str, step: int) -> None:
             parent, _, steps = self.phases[phase_name]
             self.phases[phase_name] = (parent, step + 1, steps)
             share, name = 0.0, phase_name
@@ -254,11 +270,11 @@ def _listeners(trt: Any) -> tuple[Any, Any]:
                     self.report(share)
                     break
                 name = parent
-            return True
 
+        @interruption.keep
         def phase_finish(self, phase_name: str) -> None:
             parent, _, _ = self.phases.pop(phase_name, ("", 0, 1))
             if parent is None:
                 self.report(1.0)
 
-    return Log(), Monitor()
+    return Log(), Monitor(), interruption

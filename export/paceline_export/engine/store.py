@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, file_sha256
+from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, Manifest, file_sha256
 from paceline.engines import INDEX_NAME, EngineIndex, read_index
 from paceline.errors import InvalidInputError, PacelineError
 
@@ -38,8 +38,11 @@ class EngineStore:
     def __enter__(self) -> EngineStore:
         if self._own and (self._root / MANIFEST_NAME).exists():
             raise InvalidInputError(f"{self._root} is a bundle; leave -o out to put engines into the one they are of.")
-        with _full_disk_told(self._root):
+        with self._refusals_told(self._root):
             self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self._root, self._folder):
+            with self._refusals_told(folder):
+                self._try(folder)  # before a build of many minutes
         for left in self._folder.glob(".*.partial-*"):  # of builds that were killed
             pid = left.name.rpartition("-")[2]
             if not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
@@ -52,6 +55,17 @@ class EngineStore:
         with contextlib.suppress(OSError):  # not empty: it holds engines
             self._folder.rmdir()
 
+    def _try(self, folder: Path) -> None:
+        """Make and remove a file."""
+        trial = folder / f".trial.partial-{os.getpid()}"
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+            raise
+
     def write(self, entry: EngineEntry, content: Any) -> int:
         """Write an engine under a name that nobody looks for; returns its size in bytes.
 
@@ -60,7 +74,7 @@ class EngineStore:
             content: the engine, a buffer.
         """
         partial = self._folder / f".{entry.model}-{entry.sm}.partial-{os.getpid()}"
-        with _full_disk_told(self._root):
+        with self._refusals_told(self._root):
             try:
                 with partial.open("wb") as file:
                     file.write(memoryview(content))
@@ -78,35 +92,62 @@ class EngineStore:
 
     def commit(self) -> tuple[EngineEntry, ...]:
         """Name and list the engines, in the place of those for the same models, backend and GPUs."""
-        with _full_disk_told(self._root):
+        with self._refusals_told(self._root):
             new = tuple(entry for entry, _, _ in self._written)
-            for entry, partial, _ in self._written:
-                partial.replace(self._root / entry.path)
-            manifest = None if self._own else Bundle.open(self._root).manifest  # as it is by now
-            old, files = (manifest.engines, manifest.files) if manifest else self._index()
+            manifest, old, files = self._listed()
             keys = {(entry.model, entry.backend, entry.sm) for entry in new}
             replaced = [entry for entry in old if (entry.model, entry.backend, entry.sm) in keys]
             gone = {entry.path for entry in replaced} - {entry.path for entry in new}
             files = {name: entry for name, entry in files.items() if name not in gone}
             files |= {entry.path: listed for entry, _, listed in self._written}
             engines = tuple(entry for entry in old if entry not in replaced) + new
-            if manifest is None:
-                index = EngineIndex(engines, files)
-                _exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
-            else:
-                changed = dataclasses.replace(manifest, engines=engines, files=files)
-                _exchange(self._root / MANIFEST_NAME, changed.to_json())
+            try:
+                for entry, partial, _ in self._written:
+                    partial.replace(self._root / entry.path)
+                if manifest is None:
+                    index = EngineIndex(engines, files)
+                    _exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
+                else:
+                    changed = dataclasses.replace(manifest, engines=engines, files=files)
+                    _exchange(self._root / MANIFEST_NAME, changed.to_json())
+            except BaseException:
+                kept = self._listed()[2]  # Ctrl-C may have come after the exchange
+                for entry in new:
+                    if entry.path not in kept:
+                        (self._root / entry.path).unlink(missing_ok=True)
+                raise
             self._written = []
-            for name in gone:
-                (self._root / name).unlink(missing_ok=True)
+        for name in gone:
+            (self._root / name).unlink(missing_ok=True)
         return new
 
-    def _index(self) -> tuple[Sequence[EngineEntry], Mapping[str, FileEntry]]:
-        """Engines and files as they are listed in a folder of their own."""
+    def _listed(self) -> tuple[Manifest | None, Sequence[EngineEntry], Mapping[str, FileEntry]]:
+        """The bundle's manifest, if engines go there, and engines and files as they are listed by now."""
+        if not self._own:
+            manifest = Bundle.open(self._root).manifest
+            return manifest, manifest.engines, manifest.files
         if not (self._root / INDEX_NAME).exists():
-            return (), {}
+            return None, (), {}
         index = read_index(self._root)
-        return index.engines, index.files
+        return None, index.engines, index.files
+
+    @contextlib.contextmanager
+    def _refusals_told(self, folder: Path) -> Iterator[None]:
+        """Turn what the system refuses into what to do about it."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                free = shutil.disk_usage(folder).free
+                raise PacelineError(
+                    f"The disk is full: {free / 1e9:.1f} GB are left at {folder}. No engine was kept; free some "
+                    "space and build again."
+                ) from error
+            elsewhere = "name another folder with -o" if self._own else "pass -o FOLDER for engines elsewhere"
+            raise PacelineError(
+                f"{folder} cannot be written ({error.strerror or error}); {elsewhere}, or mend its permissions. No "
+                "engine was kept."
+            ) from error
 
 
 def _exchange(path: Path, text: str) -> None:
@@ -120,17 +161,3 @@ def _exchange(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _full_disk_told(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        free = shutil.disk_usage(root).free
-        raise PacelineError(
-            f"The disk is full: {free / 1e9:.1f} GB are left at {root}. No engine was kept; free some space and build "
-            "again."
-        ) from error
