@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from paceline.errors import InvalidInputError
+from paceline.ort_session import open_session
 from paceline_export.quantize.blockwise import Blockwise, dequantize, quantize
 
 KINDS = [(bits, block, symmetric) for bits in (4, 8) for block in (16, 32, 128) for symmetric in (True, False)]
@@ -78,7 +78,7 @@ def run(op: str, inputs: dict[str, np.ndarray[Any, Any]], fed: str, **attributes
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(model.SerializeToString())  # on the threads that the process shares, if it has some
     return np.asarray(session.run(None, {fed: inputs[fed]})[0])
 
 
