@@ -46,7 +46,7 @@ from .checkpoint import Checkpoint, WeightReader
 from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
 from .pair import check_pair, check_widths, token_texts
-from .passes.lm_head import cut_lm_head, widen_lm_head
+from .passes.lm_head import cut_lm_head
 from .passes.weights import check_shape, store_weights
 from .quantize import WeightFormat
 from .quantize.blockwise import BLOCK_SIZES
@@ -502,8 +502,6 @@ def _export_model(
         ranges=passed.ranges,
         on_weight=on_weight,
     )
-    if stored.head_rows and (widened := widen_lm_head(traced.model, reader, stored.head_rows)) is not None:
-        weights.mixed_bits[widened] = 8
     report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What is done to the LM head of a graph that has its weights."""
+"""Find the LM head in a graph, and keep some of its rows: logits for some ids only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline_export.checkpoint import WeightReader
-from paceline_export.quantize.blockwise import quantize
 
-__all__ = ["cut_lm_head", "widen_lm_head"]
+__all__ = ["cut_lm_head", "lm_head"]
 
 # What may stand between the product and the logits: bias, factor, bound, cast.
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast")
@@ -58,74 +56,9 @@ def cut_lm_head(model: ir.Model, logit_ids: NDArray[np.int32], *, embedding: str
     product.attributes["N"] = ir.AttrInt64("N", len(logit_ids))
 
 
-def widen_lm_head(model: ir.Model, reader: WeightReader, rows: int) -> str | None:
-    """Store the first rows of an LM head of its own in 8 bits, in place.
-
-    A table that is the embedding, too, is left alone, and so is one that is not quantised to less, or by the
-    checkpoint.
-
-    Args:
-        model: with its weights stored, as `store_weights` leaves it.
-        reader: of the checkpoint.
-        rows: how many, at most.
-
-    Returns:
-        `NAME[:ROWS]`: what is in 8 bits now; None where nothing was done.
-    """
-    product, _ = _way_to_logits(model)
-    if product is None or product.op_type != "MatMulNBits":
-        return None
-    bits = product.attributes["bits"].as_int()
-    name = str(product.inputs[1].name).removesuffix(".q")
-    if bits >= 8 or len(product.inputs[1].uses()) > 1 or reader.packed(name) is not None:
-        return None
-    count = product.attributes["N"].as_int()
-    rows = min(rows, count)
-    block_size = product.attributes["block_size"].as_int()
-    first = quantize(reader.read(name)[:rows], bits=8, block_size=block_size, symmetric=True)
-    scales = first.scales.reshape(-1).astype(product.inputs[2].dtype.numpy())
-    parts = [_product_before(model, product, f"{name}[:{rows}]", 8, {".q": first.packed, ".scales": scales})]
-    if rows < count:
-        rest = {}
-        for value in product.inputs[1:]:
-            array = value.const_value.numpy()
-            # Scales and zero points of a row stand one behind the other.
-            kept = array.reshape(count, -1)[rows:].reshape(-1, *array.shape[1:])
-            rest[str(value.name).removeprefix(name)] = kept
-        parts.append(_product_before(model, product, f"{name}[{rows}:]", bits, rest))
-    whole, joined = product.outputs[0], parts[0]
-    if len(parts) > 1:
-        joined = ir.node("Concat", [part.outputs[0] for part in parts], {"axis": -1})
-        model.graph.insert_before(product, joined)
-    whole.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
-    joined.outputs[0].name, joined.outputs[0].type, joined.outputs[0].shape = whole.name, whole.type, whole.shape
-    inputs = [str(value.name) for value in product.inputs[1:]]
-    model.graph.remove(product, safe=True)
-    for unused in inputs:
-        del model.graph.initializers[unused]
-    return f"{name}[:{rows}]"
-
-
-def _product_before(
-    model: ir.Model, whole: ir.Node, name: str, bits: int, arrays: dict[str, NDArray[np.generic]]
-) -> ir.Node:
-    """A product like `whole`, and before it, with weights given by the suffixes of their initializers' names."""
-    inputs = [whole.inputs[0]]
-    for suffix, array in arrays.items():
-        tensor = ir.tensor(np.ascontiguousarray(array), name=f"{name}{suffix}")
-        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
-        value.const_value = tensor
-        model.graph.initializers[f"{name}{suffix}"] = value
-        inputs.append(value)
-    rows = len(arrays[".q"])
-    attributes = {**whole.attributes, "N": ir.AttrInt64("N", rows), "bits": ir.AttrInt64("bits", bits)}
-    product = ir.Node("com.microsoft", "MatMulNBits", inputs, attributes.values())
-    model.graph.insert_before(whole, product)
-    logits = whole.outputs[0]
-    value = product.outputs[0]
-    value.name, value.type = f"{logits.name}.{name}", logits.type
-    value.shape = ir.Shape([*logits.shape[:-1], rows])
-    return product
+def lm_head(model: ir.Model) -> ir.Node | None:
+    """The node that makes the logits, elementwise operators apart; None where nothing does."""
+    return _way_to_logits(model)[0]
 
 
 def _way_to_logits(model: ir.Model) -> tuple[ir.Node | None, list[tuple[ir.Node, list[int]]]]:

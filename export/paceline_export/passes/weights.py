@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from paceline_export.quantize.blockwise import Blockwise
 from paceline_export.quantize.rows import quantize_rows_to_float8
 
 from .initializers import constant, initializer, replace
+from .lm_head import lm_head
 
 __all__ = ["StoredWeights", "check_shape", "check_values", "store_weights"]
 
@@ -41,7 +42,8 @@ class StoredWeights:
     """How a graph's projections were stored.
 
     Attributes:
-        mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart.
+        mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart;
+            `NAME[:ROWS]` for so many first rows of one.
         block_size: of most quantised ones; None where none is quantised, or each row has one scale.
     """
 
@@ -109,20 +111,20 @@ def store_weights(
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
+    last = lm_head(model)
     for node in list(model.graph):
         if (weight := _projection_weight(node)) is not None:
             name = str(weight.name)
             if weight_format.bits is None:
-                rows, columns = weight.shape
-                stored = initializer(model, f"{name}.T", dtype, (columns, rows))
+                stored = initializer(model, f"{name}.T", dtype, tuple(reversed(weight.shape)))
                 if stored.const_value is None:
                     stored.const_value = lazy(stored, name, transposed=True)
                 node.replace_input_with(1, stored)
             else:
                 x = node.inputs[0]
                 if (packed := reader.packed(name)) is not None:
-                    quantised = packed.weight
-                    if (reason := nodes.refusal(quantised)) is not None:
+                    parts = {name: packed.weight}
+                    if (reason := nodes.refusal(packed.weight)) is not None:
                         raise CheckpointError(
                             f"The projection {name!r} of the checkpoint cannot be kept as it is: {reason}. Export with "
                             "another precision than that of the checkpoint, or with another flavour."
@@ -130,31 +132,41 @@ def store_weights(
                     if packed.order is not None:
                         x = _gathered(model, node, name, packed.order)
                 elif name in (ranges or {}):
-                    quantised = quantize_rows_to_float8(read(name), (ranges or {})[name])
+                    parts = {name: quantize_rows_to_float8(read(name), (ranges or {})[name])}
                 else:
                     bits = weight_format.projection_bits(attention=name in attention)
                     if weight is head:
                         bits = weight_format.tied_bits
                     assert bits is not None
-                    # A table is read without zero points, and 8 bits need none.
-                    symmetric = weight is head or bits == 8 or weight_format.symmetric
-                    quantised = (calibrated or {}).get(name) or nodes.quantize(
-                        name, read(name), bits=bits, block_size=block_size, symmetric=symmetric
-                    )
-                    if weight is not head and quantised.bits != weight_format.bits:
-                        mixed[name] = quantised.bits
+                    if calibrated is not None and name in calibrated:
+                        parts = {name: calibrated[name]}
+                    else:
+                        wide_rows = weight_format.head_rows if node is last and weight is not head else 0
+                        parts = {
+                            # A table is read without zero points, and 8 bits need none.
+                            rows: nodes.quantize(
+                                rows,
+                                values,
+                                bits=its_bits,
+                                block_size=block_size,
+                                symmetric=weight is head or its_bits == 8 or weight_format.symmetric,
+                            )
+                            for rows, values, its_bits in _by_rows(name, read(name), bits, wide_rows)
+                        }
+                    if weight is not head:
+                        mixed |= {rows: part.bits for rows, part in parts.items() if part.bits != weight_format.bits}
+                quantised = next(iter(parts.values()))
                 sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
                 if weight is head:
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
                     replace(model, gather, nodes.tied_lookup(model, gather.inputs[1], name, quantised, dtype))
-                replace(model, node, nodes.product(model, x, name, quantised, dtype))
+                replace(model, node, _product(model, nodes, x, parts, dtype))
         elif node.op_type == "Gather" and node.inputs[0].is_initializer() and node.inputs[0] is not head:
             name = embedding  # a table tied to the LM head is traced under either name
-            rows, columns = node.inputs[0].shape
             few_bits = weight_format.embedding_bits
             table = None if few_bits is None else nodes.quantize_table(read(name), bits=few_bits)
             if table is None:
-                stored = initializer(model, name, dtype, (rows, columns))
+                stored = initializer(model, name, dtype, tuple(node.inputs[0].shape))
                 stored.const_value = lazy(stored, name)
                 node.replace_input_with(0, stored)
             else:
@@ -168,6 +180,30 @@ def store_weights(
         if value.const_value is None:
             value.const_value = lazy(value, name)
     return StoredWeights(mixed, sizes.most_common(1)[0][0] if sizes else None)
+
+
+def _by_rows(name: str, weight: torch.Tensor, bits: int, wide_rows: int) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Names, values and bits of a weight's rows: so many first ones in 8 bits, if there are some, and the rest."""
+    if not wide_rows:
+        yield name, weight, bits
+        return
+    wide, rest = weight.tensor_split([wide_rows])
+    yield f"{name}[:{len(wide)}]", wide, 8
+    if len(rest):
+        yield f"{name}[{len(wide)}:]", rest, bits
+
+
+def _product(
+    model: ir.Model, nodes: WeightNodes, x: ir.Value, parts: Mapping[str, Blockwise], dtype: ir.DataType
+) -> list[ir.Node]:
+    """The product with a weight whose rows are stored in parts, one behind the other."""
+    chains = {name: nodes.product(model, x, name, part, dtype) for name, part in parts.items()}
+    if len(chains) == 1:
+        return next(iter(chains.values()))
+    for name, chain in chains.items():
+        chain[-1].outputs[0].name = f"{name}.product"
+    joined = ir.node("Concat", [chain[-1].outputs[0] for chain in chains.values()], {"axis": -1})
+    return [*(node for chain in chains.values() for node in chain), joined]
 
 
 def _check_shapes(model: ir.Model, reader: WeightReader, constants: dict[str, torch.Tensor]) -> None:
