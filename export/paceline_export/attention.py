@@ -7,6 +7,7 @@ pattern has to be recognised afterwards.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class LayerAttention:
 
 
 @dataclass(slots=True)
-class GraphState:
+class GraphState(ABC):
     """The graph inputs that attention needs, and the caches it produced, in layer order; each flavour adds its own."""
 
     input_ids: torch.Tensor  # int64 [batch, rows]
@@ -73,9 +74,9 @@ class GraphState:
     present_values: list[torch.Tensor] = field(default_factory=list, init=False)
 
     @property
+    @abstractmethod
     def position_ids(self) -> torch.Tensor:
         """The place of each row in its sequence, int64 `[batch, rows]`."""
-        raise NotImplementedError
 
     @property
     def logits_to_keep(self) -> int | torch.Tensor:
@@ -86,6 +87,7 @@ class GraphState:
         """The rows `[batch, num_logits, width]` that the LM head gets of those that it would get."""
         return hidden
 
+    @abstractmethod
     def attend(self, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Emit the operators of a layer.
 
@@ -95,7 +97,6 @@ class GraphState:
         Raises:
             CheckpointError: the layer needs something that these operators cannot express.
         """
-        raise NotImplementedError
 
 
 _state: GraphState | None = None

@@ -29,7 +29,9 @@ __all__ = [
     "DraftVocab",
     "NumberRange",
     "check_text",
+    "profile_option",
     "provider_option",
+    "threads_option",
 ]
 
 
@@ -218,6 +220,16 @@ provider_option = click.option(
     default="cpu",
     show_default=True,
     help="What runs the models; `paceline doctor` says which start here.",
+)
+threads_option = click.option(
+    "--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]"
+)
+profile_option = click.option(
+    "--profile",
+    metavar="FILE|auto|none",
+    default="auto",
+    show_default=True,
+    help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
 )
 
 

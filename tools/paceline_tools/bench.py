@@ -11,7 +11,16 @@ import click
 from paceline.drafters import DRAFTERS
 from paceline.verify import VERIFICATION_RULES
 
-from .arguments import FOLDER, NUMBERS, OUTPUT_FILE, THREADS, DraftTokens, NumberRange, provider_option
+from .arguments import (
+    FOLDER,
+    NUMBERS,
+    OUTPUT_FILE,
+    DraftTokens,
+    NumberRange,
+    profile_option,
+    provider_option,
+    threads_option,
+)
 from .benchmark.compare import changes, differences
 from .benchmark.document import Document
 from .benchmark.figures import summarise
@@ -112,14 +121,8 @@ class DraftTokensList(click.ParamType[tuple[int | str, ...]]):
     help="Texts of each prompt and method; an even number is fair to both orders.",
 )
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
-@click.option(
-    "--profile",
-    metavar="FILE|auto|none",
-    default="auto",
-    show_default=True,
-    help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
-)
+@threads_option
+@profile_option
 @click.option(
     "--against",
     metavar="NAME:TARGET[:DRAFT]",

@@ -13,7 +13,7 @@ import paceline
 from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
-from .arguments import FOLDER, OUTPUT_FILE, THREADS, DraftTokens, provider_option
+from .arguments import FOLDER, OUTPUT_FILE, DraftTokens, provider_option, threads_option
 from .files import write_whole
 from .measure import Comparison, compare, machine
 from .progress import stages
@@ -71,7 +71,7 @@ PROMPTS = (
     help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
 )
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
+@threads_option
 @click.option(
     "--json",
     "json_file",

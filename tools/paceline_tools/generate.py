@@ -19,7 +19,7 @@ from paceline.drafters import DRAFTERS
 from paceline.errors import InvalidInputError
 from paceline.grammar import GrammarConstraint
 
-from .arguments import DRAFT_TOKENS, FOLDER, THREADS, check_text, provider_option
+from .arguments import DRAFT_TOKENS, FOLDER, check_text, profile_option, provider_option, threads_option
 from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
@@ -73,14 +73,8 @@ __all__ = ["command", "stats_text"]
     help="With --json: the logprob of every token, and of the N most probable ones.",
 )
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
-@click.option(
-    "--profile",
-    metavar="FILE|auto|none",
-    default="auto",
-    show_default=True,
-    help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
-)
+@threads_option
+@profile_option
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 @click.pass_context

@@ -13,7 +13,7 @@ from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.server import Address, serve
 
-from .arguments import FOLDER, THREADS, NumberRange, provider_option
+from .arguments import FOLDER, NumberRange, profile_option, provider_option, threads_option
 
 __all__ = ["command"]
 
@@ -84,14 +84,8 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     help="Seconds that running texts have to end in after SIGTERM.",
 )  # fmt: skip
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
-@click.option(
-    "--profile",
-    metavar="FILE|auto|none",
-    default="auto",
-    show_default=True,
-    help="Costs that drafts are planned by: a file of `paceline tune`, the one that it stored for this setup, or none.",
-)
+@threads_option
+@profile_option
 def command(
     bundle: Path,
     host: str,

@@ -25,7 +25,7 @@ from paceline.planner import MOST_DRAFT_TOKENS
 from paceline.theory import best_num_draft_tokens, speedup
 from paceline.trt import TrtKVCache, TrtModel
 
-from .arguments import FOLDER, OUTPUT_FILE, THREADS, provider_option
+from .arguments import FOLDER, OUTPUT_FILE, provider_option, threads_option
 from .progress import stages
 from .tables import duration, number, table
 
@@ -76,7 +76,7 @@ class Lengths(click.ParamType[tuple[int, ...]]):
     help="Measured runs of each kind; the profile holds their medians.",
 )
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
+@threads_option
 @click.option(
     "-o",
     "--output",

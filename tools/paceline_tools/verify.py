@@ -15,7 +15,7 @@ import paceline
 from paceline import Bundle, SamplingParams
 from paceline.errors import InvalidInputError
 
-from .arguments import FOLDER, THREADS, NumberRange, check_text, provider_option
+from .arguments import FOLDER, NumberRange, check_text, provider_option, threads_option
 from .progress import stages
 from .sampling_options import sampling_options, verification_option
 from .tables import number, table
@@ -66,7 +66,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
 )
 @click.option("--seed", type=int, help="Makes the draws repeatable.  [default: a fresh one, which is printed]")
 @provider_option
-@click.option("--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.pass_context
 def command(

@@ -121,7 +121,11 @@ def build_engines(
     with EngineStore(bundle, out) as store:
         for i, (sm, which, model) in enumerate(jobs):
             stage = f"{which}, compute capability {sm}"
-            report(stage, i / len(jobs))
+
+            def within(share: float, stage: str = stage, behind: int = i) -> None:
+                report(stage, (behind + share) / len(jobs))
+
+            within(0.0)
             plan = build_plan(
                 bundle.path(model.path),
                 profiles[which],
@@ -131,7 +135,7 @@ def build_engines(
                 workspace=workspace,
                 timing_cache=timing_cache,
                 strict=strict,
-                on_progress=lambda share, stage=stage, i=i: report(stage, (i + share) / len(jobs)),  # type: ignore[misc]
+                on_progress=within,
             )
             activations = [profile.activation_bytes for profile in plan.profiles]
             entry = EngineEntry(
