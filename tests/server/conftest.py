@@ -41,7 +41,7 @@ class Running:
             return client.get(f"{self.url}{path}", **options)
 
     def wait_until_idle(self) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 30
         while (stats := self.served.engine.stats).running or stats.waiting:
             assert time.monotonic() < until, stats
             time.sleep(0.01)

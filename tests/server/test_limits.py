@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -27,7 +28,7 @@ TEXT = "/v1/completions"
 
 
 class SlowModel(TableModel):
-    """A table whose forwards wait until the test lets them go on; it never ends a text."""
+    """A table whose forwards wait until the test lets them go on, and are slow then; it never ends a text."""
 
     def __init__(self, vocab_size: int) -> None:
         logits = np.random.default_rng(0).standard_normal((vocab_size, vocab_size))
@@ -38,7 +39,8 @@ class SlowModel(TableModel):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         self.num_forwards += 1
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
+        time.sleep(0.001)  # so that thousands of tokens outlast what a busy machine needs to notice that a client left
         return super().forward(*args, **options)
 
 
@@ -68,9 +70,17 @@ def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True, **
 
 
 def wait_for(server: Running, **wanted: int) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while any(getattr(server.served.engine.stats, name) != value for name, value in wanted.items()):
         assert time.monotonic() < until, server.served.engine.stats
+        time.sleep(0.005)
+
+
+def wait_for_requests(server: Running, wanted: int) -> None:
+    """Until so many run or wait: how many of them run is a matter of when they came."""
+    until = time.monotonic() + 30
+    while (stats := server.served.engine.stats).running + stats.waiting != wanted:
+        assert time.monotonic() < until, stats
         time.sleep(0.005)
 
 
@@ -103,10 +113,10 @@ def test_a_client_that_goes_away_ends_its_text(slow: SpeculativeDecoder, stream:
 
 def test_clients_that_vanish_leave_nothing_behind(slow: SpeculativeDecoder) -> None:
     with running(slow, max_running=4, max_waiting=100) as server:
-        connections = [open_stream(server) for _ in range(40)]
-        wait_for(server, waiting=39)  # the others join it after its first step
-        for connection in connections:
-            connection.close()
+        with ExitStack() as connections:
+            for _ in range(40):
+                connections.enter_context(open_stream(server))
+            wait_for_requests(server, 40)
         gate(slow).gate.set()
         server.wait_until_idle()
         assert server.served.engine.stats.ended["cancelled"] == 40
