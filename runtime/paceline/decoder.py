@@ -203,6 +203,7 @@ class SpeculativeDecoder:
                 copies=drafter == "prompt-lookup",
                 repeatable=sampling.seed is not None,
                 most=most,
+                max_new_tokens=max_new_tokens,
             )
         play: PlayRound = play_round
         caches = GenerationCaches(prompt_ids, cache_length, self.prefixes)

@@ -49,6 +49,10 @@ _MISSED_TOKEN = 0.25
 # It catches up when the rounds that went without it have cost this share of what catching up does: whether the text
 # stays worth it is not known, and so neither choice loses much more than need be (as with skis, rented or bought).
 _RENT = 0.5
+# More tokens than this are not counted on, however long the text may become.
+_LIKELY_TOKENS = 256
+# Acceptance in texts that drafting is made for, such as code.
+_EASY = 0.9
 # Costs are looked up anew when the text has grown by so many tokens.
 _SAME_LENGTH = 64
 
@@ -73,6 +77,7 @@ class Planner:
         asks: bool = True,
         copies: bool = False,
         repeatable: bool = False,
+        max_new_tokens: int | None = None,
     ) -> None:
         """Draft at most `most` tokens a round.
 
@@ -84,6 +89,7 @@ class Planner:
             asks: whether the drafter asks for each token.
             copies: whether the drafter has no model, so that its steps cost nothing.
             repeatable: keep the clock out of the plans.
+            max_new_tokens: of the text, if known: what the draft model has to catch up with must pay before its end.
         """
         self._most = most
         self._given: Costs | CostsByLength | CostCorrection | None = costs
@@ -113,6 +119,7 @@ class Planner:
         self._passes: Counter[int] = Counter()
         self._lengths = self._length = 0
         self._lost = 0.0  # tokens that rounds without the draft model have cost since it last ran
+        self._to_come = math.inf if max_new_tokens is None else max_new_tokens  # tokens, at most
         self._start_round()
 
     def _start_round(self) -> None:
@@ -168,6 +175,14 @@ class Planner:
         best, _ = self._best(self._acceptance, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
+    def worth_a_prefill(self, missed: int) -> bool:
+        """Whether the draft model should read the prompt, of which it lacks `missed` tokens, before the text goes on.
+
+        A short text behind a long prompt cannot bring that in, even where it is easy. What is not read now is missed
+        text, which the draft model catches up with once that pays.
+        """
+        return self._pays(_MISSED_TOKEN * missed, _EASY)
+
     def worth_a_step(self, rows: int = 1) -> bool:
         """Whether to run the draft model for the next token.
 
@@ -180,7 +195,11 @@ class Planner:
         else:
             margin = self._margin(self._text.mean, steps=1)
             self._lost = max(self._lost + margin, 0.0)
-            worth = margin > 0 and self._lost >= _RENT * self._tokens_in(catching_up)
+            worth = (
+                margin > 0
+                and self._lost >= _RENT * self._tokens_in(catching_up)
+                and self._pays(catching_up, self._text.mean)
+            )
         if worth:
             self._steps += 1
             self._catching_up += catching_up
@@ -260,6 +279,7 @@ class Planner:
             self._meter.observe(rows=rows, target_s=target_s, draft_steps=seen, draft_s=draft_s)
             if self.costs_from == "measured":
                 self._costs = self._of_drafter(self._meter.costs)
+        self._to_come -= num_accepted + 1
         self._all_steps += steps + self._catching_up
         if steps:
             self._lost = 0.0
@@ -271,7 +291,17 @@ class Planner:
 
     def _tokens_in(self, steps: float) -> float:
         """Tokens that could be written in the time of so many draft steps."""
-        return self._rate(costs) * costs.draft_step * steps if (costs := self._costs) else 0.0
+        costs = self._costs or ASSUMED_COSTS
+        return self._rate(costs) * costs.draft_step * steps
+
+    def _pays(self, catching_up: float, acceptance: float) -> bool:
+        """Whether drafting, where tokens stand so often, saves so many draft steps before the text ends."""
+        if not catching_up:
+            return True
+        costs = self._costs or ASSUMED_COSTS
+        _, rate = self._best(acceptance, costs, costs.draft_step)
+        saved = min(self._to_come, _LIKELY_TOKENS) * (costs.target(1) - 1 / rate)
+        return catching_up * costs.draft_step <= saved
 
     def _of_drafter(self, costs: Costs | None) -> Costs | None:
         """Costs as this drafter has them: those of a draft model are nothing to copies."""

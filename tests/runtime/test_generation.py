@@ -45,6 +45,21 @@ def test_nothing_runs_before_the_first_step_and_caches_live_until_the_end() -> N
         next(generation)
 
 
+def test_the_draft_model_reads_a_prompt_where_the_text_can_bring_that_in() -> None:
+    """Reading a long prompt takes longer than drafting saves on a few tokens; a fixed number of tokens asks for it."""
+    for prompt, length, number, read in ((50, 8, "auto", False), (50, 8, 2, True), (20, 40, "auto", True)):
+        decoder = make_decoder()
+        assert isinstance(decoder.draft, TableModel)
+        generation = decoder.generate(
+            [3] * prompt, SamplingParams(seed=1), num_draft_tokens=number, max_new_tokens=length
+        )
+        next(generation)
+        next(generation)
+        (cache,) = decoder.draft.live_caches
+        assert bool(cache.length) == read
+        generation.close()
+
+
 def test_the_cache_is_no_larger_than_the_text_can_get() -> None:
     decoder = make_decoder()
     assert isinstance(decoder.target, TableModel)

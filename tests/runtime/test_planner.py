@@ -183,13 +183,23 @@ def test_the_target_tells_when_a_text_that_was_left_plain_becomes_easy() -> None
     assert all(drafted[120:])
 
 
-def play(planner: Planner, length: int, rows: int, draft_s: float = CPU.draft_step) -> bool:
-    """A round behind a text of `length` tokens that would feed the draft `rows`, and whose drafted token stands."""
+def play(planner: Planner, length: int, rows: int, draft_s: float = CPU.draft_step, sure: bool = False) -> bool:
+    """A round behind a text of `length` tokens that would feed the draft `rows`, and whose drafted token stands.
+
+    With `sure` the target tells how sure it was of what it wrote: very.
+    """
     planner.begin(length)
     worth = planner.worth_a_step(rows)
     if worth:
         planner.worth_drawing(0.99)
-    planner.end(int(worth), int(worth), rows=1 + worth, target_s=CPU.target(1 + worth), draft_s=worth * draft_s)
+    planner.end(
+        int(worth),
+        int(worth),
+        rows=1 + worth,
+        target_s=CPU.target(1 + worth),
+        draft_s=worth * draft_s,
+        confidences=[0.99] * (1 + worth) if sure else (),
+    )
     return worth
 
 
@@ -206,6 +216,32 @@ def test_tokens_that_the_draft_missed_are_part_of_the_price() -> None:
         assert told is not None
         assert planner.costs is not None
         assert planner.costs.draft_step == pytest.approx(told.draft_step)  # a step that caught up tells of no other
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "worth"),
+    [(100, 128, True), (100, 8, False), (1000, 128, False), (1000, 100_000, False), (3, 8, True), (0, 1, True)],
+)
+@pytest.mark.parametrize("costs", [CPU, CostsByLength((128,), (CPU,), "profile x"), None])
+def test_a_prompt_is_read_by_the_draft_model_where_the_text_can_bring_that_in(
+    costs: Costs | CostsByLength | None, prompt: int, max_new_tokens: int, worth: bool
+) -> None:
+    assert Planner(costs=costs, max_new_tokens=max_new_tokens).worth_a_prefill(prompt) == worth
+
+
+@pytest.mark.parametrize("costs", [CPU, None], ids=["given", "measured"])
+def test_a_prompt_that_was_not_read_is_caught_up_with_where_that_pays_before_the_end(costs: Costs | None) -> None:
+    caught_up = {}
+    for prompt in (60, 240, 2000):
+        planner = Planner(costs=costs, max_new_tokens=200)
+        rounds = [play(planner, length, rows=length, sure=True) for length in range(prompt, prompt + 150)]
+        caught_up[prompt] = rounds.index(True) if any(rounds) else None
+    assert caught_up[2000] is None
+    assert caught_up[60] is not None
+    assert caught_up[240] is not None
+    assert 0 < caught_up[60] < caught_up[240]  # what plain rounds have cost has to come near the price first
+    late = Planner(costs=costs, max_new_tokens=12)
+    assert not any(play(late, length, rows=length, sure=True) for length in range(240, 252))
 
 
 @pytest.mark.parametrize("tells", [True, False])

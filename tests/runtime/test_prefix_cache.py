@@ -115,7 +115,7 @@ def test_the_least_recently_used_go_first(fresh: SpeculativeDecoder) -> None:
     decoder = dataclasses.replace(fresh, prefixes=prefixes)
 
     def cached(index: int) -> int:
-        return finished(decoder.generate(prompts[index], max_new_tokens=2)).stats.cached_tokens
+        return finished(decoder.generate(prompts[index], num_draft_tokens=2, max_new_tokens=2)).stats.cached_tokens
 
     assert [cached(0), cached(1)] == [0, 0]
     assert prefixes.num_bytes == 2 * each
@@ -147,9 +147,9 @@ def test_room_that_a_text_did_not_use_is_not_kept(keeping: SpeculativeDecoder) -
 
 def test_a_text_that_goes_on_replaces_its_beginning(keeping: SpeculativeDecoder) -> None:
     prompt = list(range(300, 340))
-    first = finished(keeping.generate(prompt, max_new_tokens=4))
+    first = finished(keeping.generate(prompt, num_draft_tokens=2, max_new_tokens=4))
     longer = [*prompt, *first.token_ids, *range(400, 440)]
-    finished(keeping.generate(longer, max_new_tokens=4))
+    finished(keeping.generate(longer, num_draft_tokens=2, max_new_tokens=4))
     assert keeping.prefixes is not None
     assert keeping.prefixes.num_bytes == (len(longer) + 4) * position_bytes(keeping)
 

@@ -75,8 +75,10 @@ class DraftModelDrafter:
         return self._cache.seconds
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Feed the prompt, if it fits."""
+        """Feed the prompt, if it fits, and if the planner finds it worth its time."""
         feed = tokens[self._cache.length :]  # the cache may hold a beginning of the prompt already
+        if self._planner and not self._planner.worth_a_prefill(len(feed)):
+            return
         if len(feed) <= self._cache.room and self._knows(tokens):
             self._model.forward(feed, self._cache, 1)
 
