@@ -3,9 +3,9 @@
     python -m tests.tools.measure_agreement --runs 5 --output runs/ BUNDLE --prompts humaneval --limit 12 --repeats 2
 
 Runs `paceline bench` again and again, each time in a process of its own, with the options behind BUNDLE, and compares
-each pair of runs. Of ms/token, of speedup, and of both with the prompt included, it counts by method how often each run's
-figure lies in the other's interval ("inside"), and how often the intervals overlap. Exit code 1 where fewer than nine of
-ten are inside. `--output` keeps the documents; those of an earlier, broken-off call are taken as they are.
+each pair of runs. Of ms/token, of speedup, and of both with the prompt included, it counts by method how often each
+run's figure lies in the other's interval ("inside"), and how often the intervals overlap. Exit code 1 where fewer than
+nine of ten are inside. `--output` keeps the documents; those of an earlier, broken-off call are taken as they are.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def agreements(documents: Sequence[Document]) -> list[Agreement]:
     summaries = [summarise(document) for document in documents]
     found = []
     for method, figure in itertools.product(documents[0].methods, FIGURES):
-        ones = [
-            summary["samplings"][method.sampling]["methods"][method.name]["all"][figure] for summary in summaries
-        ]
+        ones = [summary["samplings"][method.sampling]["methods"][method.name]["all"][figure] for summary in summaries]
         ones = [one for one in ones if one and one["low"] is not None]
         pairs = list(itertools.combinations(ones, 2))
         if not pairs:
@@ -67,9 +65,7 @@ def agreements(documents: Sequence[Document]) -> list[Agreement]:
                 f"{method.sampling}: {method.name}",
                 figure,
                 len(pairs),
-                sum(
-                    a["low"] <= b["value"] <= a["high"] and b["low"] <= a["value"] <= b["high"] for a, b in pairs
-                ),
+                sum(a["low"] <= b["value"] <= a["high"] and b["low"] <= a["value"] <= b["high"] for a, b in pairs),
                 sum(a["low"] <= b["high"] and b["low"] <= a["high"] for a, b in pairs),
                 max(values) / min(values),
                 sum(one["high"] / one["low"] for one in ones) / len(ones),
@@ -93,7 +89,9 @@ def report(found: Sequence[Agreement]) -> str:
         for one in found
     ]
     header = ("method", "figure", "pairs", "inside", "overlapping", "most / least", "high / low")
-    return f"{table(header, rows)}\n\nInside, over all: {percent(share(found))} (at least {percent(LEAST)} is expected)."
+    return (
+        f"{table(header, rows)}\n\nInside, over all: {percent(share(found))} (at least {percent(LEAST)} is expected)."
+    )
 
 
 def share(found: Sequence[Agreement]) -> float:

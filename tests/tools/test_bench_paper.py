@@ -55,7 +55,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def check_tables(data: dict[str, Any]) -> int:
-    """Recompute scores, differences, times and speedups of every part from the JSON by plain loops; returns how many."""
+    """Recompute scores, differences, times and speedups of all parts from the JSON by plain loops; returns how many."""
     count = 0
     for part, found in zip(data["parts"], data["summary"]["parts"], strict=True):
         by_key = {(one["method"], one["prompt"], one["repeat"]): one for one in part["measurements"]}

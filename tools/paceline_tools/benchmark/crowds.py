@@ -1,4 +1,4 @@
-"""Several texts at once through `paceline.AsyncEngine`, method by method in turn: what each reader waits, and in all."""
+"""Several texts at once through `paceline.AsyncEngine`, method by method in turn: what readers wait, and in all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Crowd:
         repeat: from 0.
         prompts: their indices in the document, one for each text.
         wall_s: from the call of all to the last token of all.
-        steps_s: of each text, time from the call, or from the step before, to each step, as its reader sees it: with the
-            others' turns.
+        steps_s: of each text, time from the call, or from the step before, to each step, as its reader sees it: with
+            the others' turns.
         steps_tokens: of each text, tokens that each step emitted.
     """
 

@@ -215,7 +215,8 @@ def read_json(path: Path, expected: str, version: int) -> dict[str, Any]:
         raise InvalidInputError(f"{path} is not a document of `{expected} --json`{also}.")
     if data.get("version") != version:
         raise InvalidInputError(
-            f"{path} has version {data.get('version')!r} of the format, and this paceline reads {version}; measure again."
+            f"{path} has version {data.get('version')!r} of the format, and this paceline reads {version}; measure "
+            "again."
         )
     return data
 

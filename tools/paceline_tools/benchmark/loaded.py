@@ -59,9 +59,7 @@ class Loaded:
             folder, provider=provider, threads=threads, profile=None if profile == "none" else profile
         )
         seconds = time.perf_counter() - started
-        return cls(
-            bundle, decoder, seconds, threads or len(os.sched_getaffinity(0)), provider in ("cpu", "openvino")
-        )
+        return cls(bundle, decoder, seconds, threads or len(os.sched_getaffinity(0)), provider in ("cpu", "openvino"))
 
     @property
     def context(self) -> int:

@@ -161,9 +161,10 @@ def measure(
             return Failure(*where, str(error)), None
 
     short = replace(plan, max_new_tokens=min(_WARM_UP_TOKENS, plan.max_new_tokens))
+    shortest = min(range(len(prompts)), key=lambda index: len(prompts[index]))
     for index in range(count):
         on_progress("warm up", 0.0)
-        found, _ = write(0, index, 0, short)
+        found, _ = write(shortest, index, 0, short)
         if isinstance(found, Failure):
             yield found
     done = 0

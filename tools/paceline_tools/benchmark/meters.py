@@ -24,8 +24,8 @@ class EnergyMeter:
     def __init__(self, folder: Path = _RAPL, *, gpu: bool = False) -> None:
         """Take the counters of `folder`: a zone for each package, whose parts have a second colon.
 
-        With `gpu`, those of all GPUs that NVML has, too, by the package nvidia-ml-py, if it is installed. Not yet run on
-        a GPU.
+        With `gpu`, those of all GPUs that NVML has, too, by the package nvidia-ml-py, if it is installed. Not yet run
+        on a GPU.
         """
         self._counters: dict[str, tuple[Callable[[], int], int | None]] = {}
         for zone in sorted(folder.glob("intel-rapl:*")):

