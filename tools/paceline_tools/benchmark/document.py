@@ -172,9 +172,8 @@ def body_of(document: Document) -> str:
         "failures": document.failures,
     }
     fields = json.dumps({name: [asdict(one) for one in found] for name, found in lists.items()}, indent=1)[2:-2]
-    lines, crowds = (
-        ",\n  ".join(json.dumps(asdict(one)) for one in found) for found in (document.measurements, document.crowds)
-    )
+    lines = ",\n  ".join(json.dumps(asdict(one)) for one in document.measurements)
+    crowds = ",\n  ".join(json.dumps(asdict(one)) for one in document.crowds)
     return f'{fields},\n "measurements": [\n  {lines}\n ],\n "crowds": [\n  {crowds}\n ]'
 
 

@@ -74,7 +74,8 @@ class Runs:
 
 def fewest_tokens(document: Document) -> int:
     """Texts with fewer tokens behind the first count, but their times are left out of ratios."""
-    return max(min(_FEWEST_TOKENS, document.run["settings"]["max_new_tokens"] - 1), 1)
+    most = int(document.run["settings"]["max_new_tokens"])
+    return max(min(_FEWEST_TOKENS, most - 1), 1)
 
 
 def decoding(one: Measurement) -> float:

@@ -68,7 +68,7 @@ def _gpus() -> dict[str, Callable[[], int]]:
         return {}
     except pynvml.NVMLError:
         return {}
-    counters = {}
+    counters: dict[str, Callable[[], int]] = {}
     for index, handle in enumerate(handles):
 
         def read(handle: Any = handle) -> int:

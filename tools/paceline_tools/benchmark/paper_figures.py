@@ -48,8 +48,10 @@ def _quality(part: Part) -> dict[str, dict[str, Any]]:
             of_sampling[part.document.methods[index].name] = {
                 "answers": len(answers),
                 "judged": int(np.isfinite(scores).sum()),
-                "score": _as_dict(mean(scores)),
-                "difference": None if plain is None or index == runs.plain else _as_dict(mean(scores - plain)),
+                "score": _within(mean(scores), 0.0, 1.0),
+                "difference": None
+                if plain is None or index == runs.plain
+                else _within(mean(scores - plain), -1.0, 1.0),
                 "outcomes": dict(Counter(one.outcome.partition(":")[0] for one in answers).most_common()),
             }
     return found
@@ -116,6 +118,13 @@ def _speedup(runs: Runs, index: int, prompts: Sequence[int], method: Method) -> 
         return None
     terms = [Term(runs.times(one, prompts, _ms_per_token), power) for one, power in ((runs.plain, 1), (index, -1))]
     return _as_dict(estimate(terms))
+
+
+def _within(found: Estimate | None, least: float, most: float) -> dict[str, float | None] | None:
+    """A figure whose interval ends where its values do."""
+    if found is None or found.low is None or found.high is None:
+        return _as_dict(found)
+    return asdict(Estimate(found.value, max(found.low, least), min(found.high, most)))
 
 
 def _as_dict(found: Estimate | None) -> dict[str, float | None] | None:
