@@ -244,13 +244,19 @@ def _paper(
 
 
 def _finish(outputs: Mapping[Path | None, Callable[[], str]], show: Callable[[], str]) -> None:
-    """Write the files that are asked for, and show the tables also where one cannot be written."""
-    try:
-        for path, text in outputs.items():
+    """Write the files that are asked for, and show the tables: also where one of them cannot be written."""
+    failures: list[OSError] = []
+    for path, text in outputs.items():
+        try:
             if path is not None:
                 write_or_rescue(path, text())
-    finally:  # also where a disk is full: minutes of work shall not be lost
-        click.echo(show())
+        except OSError as error:  # as where a disk is full: minutes of work shall not be lost
+            failures.append(error)
+    click.echo(show())
+    for error in failures[1:]:
+        click.echo(f"Error: {error.filename}: {error.strerror}.", err=True)
+    if failures:
+        raise failures[0]
 
 
 def _end(context: click.Context, broken: BaseException | None) -> None:
