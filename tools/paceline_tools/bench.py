@@ -253,8 +253,8 @@ def _finish(outputs: Mapping[Path | None, Callable[[], str]], show: Callable[[],
         except OSError as error:  # as where a disk is full: minutes of work shall not be lost
             failures.append(error)
     click.echo(show())
-    for error in failures[1:]:
-        click.echo(f"Error: {error.filename}: {error.strerror}.", err=True)
+    for failure in failures[1:]:
+        click.echo(f"Error: {failure.filename}: {failure.strerror}.", err=True)
     if failures:
         raise failures[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -165,7 +165,7 @@ class Document:
 
 def body_of(document: Document) -> str:
     """Fields of a JSON object: all of a document but its run; a line for each text."""
-    lists = {
+    lists: dict[str, Sequence[Any]] = {
         "methods": document.methods,
         "prompts": document.prompts,
         "skipped": document.skipped,
