@@ -7,7 +7,11 @@ import os
 import re
 import resource
 import signal
+import statistics
+import sys
+import tempfile
 import time
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.errors import ModelOutputError
+from paceline.testing import TableModel
 from paceline_tools.benchmark.figures import summarise
 from paceline_tools.benchmark.measurement import Failure, Measurement, measure
 from paceline_tools.benchmark.meters import EnergyMeter, read_bandwidth
@@ -118,8 +124,8 @@ def test_a_slower_run_is_told_from_the_same_again(
 def test_ctrl_c_keeps_what_is_there(
     invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: Any) -> Iterator[Measurement | Failure]:
-        for index, one in enumerate(measure(*args)):
+    def interrupted(*args: Any, **options: Any) -> Iterator[Measurement | Failure]:
+        for index, one in enumerate(measure(*args, **options)):
             yield one
             if index == 4:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -133,6 +139,72 @@ def test_ctrl_c_keeps_what_is_there(
     assert data["run"]["complete"] is False
     assert len(data["measurements"]) == 5
     assert "was broken off" in html.read_text(encoding="utf-8")
+
+
+def test_a_fault_in_the_middle_keeps_what_is_there(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, passes = TableModel.forward, 0
+
+    def failing(self: TableModel, *args: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 200:
+            raise ModelOutputError("The session ran out of memory.")
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(TableModel, "forward", failing)
+    file = tmp_path / "run.json"
+    result = invoke("bench", table_bundle, *SHORT, prompts, "--json", file)
+    assert result.exit_code == 1
+    assert result.stderr.endswith("Error: The session ran out of memory.\n")
+    assert "THE RUN WAS BROKEN OFF (The session ran out of memory.)" in result.stdout
+    data = json.loads(file.read_text())
+    assert (data["run"]["complete"], data["run"]["ended_by"]) == (False, "The session ran out of memory.")
+    assert 0 < len(data["measurements"]) < 12
+    again = invoke("bench", "--from", file)
+    assert again.exit_code == 0
+    assert again.stdout == result.stdout
+
+
+def test_a_document_whose_place_has_gone_is_written_elsewhere(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, spare = tmp_path / "gone", tmp_path / "spare"
+    gone.mkdir()
+    spare.mkdir()
+
+    def removing(*args: Any, **options: Any) -> Iterator[Measurement | Failure]:
+        yield from measure(*args, **options)
+        gone.rmdir()
+
+    monkeypatch.setattr("paceline_tools.benchmark.runner.measure", removing)
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    result = invoke("bench", table_bundle, *SHORT, prompts, "--json", gone / "run.json")
+    assert result.exit_code == 1
+    rescued = spare / f"run-{os.getpid()}.json"
+    assert f"it was written to {rescued} instead" in result.stderr
+    assert "ms/token" in result.stdout
+    assert json.loads(rescued.read_text())["run"]["complete"] is True
+
+
+def test_short_texts_have_figures_too(invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    args = ("--max-new-tokens", 3, "--repeats", 2, "--prompts", prompts, "--json", file)
+    assert invoke("bench", table_bundle, *args).exit_code == 0
+    data = json.loads(file.read_text())
+    figures = data["summary"]["samplings"]["greedy"]["methods"]["auto"]["all"]
+    assert figures["timed_texts"] == 6
+    assert figures["speedup"]["value"] > 0
+    assert check_summary(data) == 2 * 3 * 17
+
+
+def test_a_limit_looks_at_the_first_prompts_alone(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.json"
+    assert invoke("bench", table_bundle, *SHORT, prompts, "--limit", 2, "--json", file).exit_code == 0
+    assert [one["category"] for one in json.loads(file.read_text())["prompts"]] == ["x", "x"]
 
 
 def test_prompts_beyond_the_context_are_skipped_and_counted(invoke: Invoke, table_bundle: Path, tmp_path: Path) -> None:
@@ -313,3 +385,90 @@ def test_a_real_pair(smol_bundle: Path, tmp_path: Path) -> None:
     for found in data["summary"]["samplings"]["greedy"]["methods"].values():
         assert abs(found["all"]["shares"]["outside"]) < 0.02
         assert found["all"]["shares"]["target"] > 0.3
+
+
+def test_several_texts_at_once(invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    args = (*SHORT, prompts, "--draft-tokens", 2, "--concurrency", "1,2", "--json", file)
+    result = invoke("bench", table_bundle, *args)
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    crowds = data["crowds"]
+    assert [(one["repeat"], tuple(one["prompts"]), one["method"]) for one in crowds] == [
+        *((0, (0, 1), 0), (0, (0, 1), 1), (0, (2, 0), 1), (0, (2, 0), 0)),
+        *((1, (0, 1), 1), (1, (0, 1), 0), (1, (2, 0), 0), (1, (2, 0), 1)),
+    ]
+    # What a text says does not depend on its company.
+    alone = {(one["method"], one["prompt"]): sum(one["steps_tokens"]) for one in data["measurements"]}
+    for one in crowds:
+        for prompt, tokens, seconds in zip(one["prompts"], one["steps_tokens"], one["steps_s"], strict=True):
+            assert sum(tokens) == alone[one["method"], prompt]
+            assert sum(seconds) <= one["wall_s"] + 1e-3
+    figures = {one["method"]: one for one in data["summary"]["samplings"]["greedy"]["crowds"]}
+    for index, name in enumerate(("plain", "K = 2")):
+        medians = [
+            statistics.median(
+                1000 * one["wall_s"] / sum(map(sum, one["steps_tokens"]))
+                for one in crowds
+                if one["method"] == index and one["prompts"] == group
+            )
+            for group in ([0, 1], [2, 0])
+        ]
+        assert figures[name]["ms_per_token"]["value"] == pytest.approx(statistics.geometric_mean(medians))
+        first = sorted(1000 * text[0] for one in crowds if one["method"] == index for text in one["steps_s"])
+        assert figures[name]["first_token_ms"]["p50"] == first[(len(first) - 1) // 2]
+    ratio = figures["plain"]["ms_per_token"]["value"] / figures["K = 2"]["ms_per_token"]["value"]
+    assert figures["K = 2"]["speedup"]["value"] == pytest.approx(ratio)
+    assert "2: K = 2" in result.stdout
+    assert invoke("bench", "--from", file).stdout == result.stdout
+    wrong = invoke("bench", table_bundle, *SHORT, prompts, "--concurrency", "0")
+    assert wrong.exit_code == 2
+    assert "numbers from 1 to 1024 are expected" in wrong.stderr
+
+
+def test_another_bundle_of_the_checkpoint_beside(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.json"
+    other = write_table_bundle(tmp_path / "int8")
+    args = (*SHORT, prompts, "--draft-tokens", 2, "--concurrency", "2", "--beside", other, "--json", file)
+    result = invoke("bench", table_bundle, *args)
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    assert [(one["name"], one["bundle"]) for one in data["methods"]] == [
+        *(("plain", ""), ("K = 2", ""), ("int8: plain", "int8"), ("int8: K = 2", "int8")),
+    ]
+    assert check_summary(data) == 4 * 3 * 17
+    figures = data["summary"]["samplings"]["greedy"]["methods"]
+    assert figures["int8: plain"]["all"]["speedup"]["value"] > 0  # over plain decoding with the first bundle
+    assert len(data["summary"]["samplings"]["greedy"]["forecast"]) == 1
+    assert len(data["crowds"]) == 4 * 2 * 2
+    assert list(data["run"]["beside"]) == ["int8"]
+    assert "int8: tiny-target (int4) with tiny-draft (int4)" in result.stdout
+    again = invoke("bench", table_bundle, *args, "--beside", other)
+    assert again.exit_code == 2
+    assert "a bundle of this name is there already" in again.stderr
+    manifest = other / "paceline.json"
+    manifest.write_text(manifest.read_text().replace("0" * 64, "1" * 64))
+    strange = invoke("bench", table_bundle, *args)
+    assert strange.exit_code == 2
+    assert "its checkpoint is another than that of" in strange.stderr
+
+
+def test_energy_of_gpus_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a stand-in for NVML: no GPU was there to run it on."""
+    joules = iter((5000, 5000, 7500))
+    stand_in = types.ModuleType("pynvml")
+    vars(stand_in).update(
+        NVMLError=type("NVMLError", (Exception,), {}),
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(joules),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", stand_in)
+    meter = EnergyMeter(tmp_path, gpu=True)
+    before = meter.read()
+    assert before == {"nvml:0": 5_000_000}
+    assert meter.since(before) == pytest.approx(2.5)
+    assert EnergyMeter(tmp_path).read() == {}

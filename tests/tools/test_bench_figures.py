@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import InvalidInputError
 from paceline_tools.benchmark.bootstrap import Term, Times, estimate
 from paceline_tools.benchmark.document import Document
-from paceline_tools.benchmark.figures import FEWEST_TOKENS, summarise
+from paceline_tools.benchmark.figures import summarise
 from paceline_tools.benchmark.methods import all_methods
 from paceline_tools.benchmark.report import report
 
@@ -32,6 +32,7 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
     plain = next(i for i in of_sampling if data["methods"][i]["name"] == "plain")
     chosen = [i for i, prompt in enumerate(data["prompts"]) if category in (None, prompt["category"])]
     texts = [one for one in data["measurements"] if one["method"] == index and one["prompt"] in chosen]
+    fewest = min(8, data["run"]["settings"]["max_new_tokens"] - 1)
     by_key = {(one["method"], one["prompt"], one["repeat"]): one for one in data["measurements"]}
 
     def decoded(one: dict[str, Any]) -> int:
@@ -43,7 +44,7 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
             values = []
             for repeat in range(data["run"]["settings"]["repeats"]):
                 cell = [by_key.get((i, prompt, repeat)) for i in of_sampling]
-                if all(one is not None and decoded(one) >= FEWEST_TOKENS for one in cell):
+                if all(one is not None and decoded(one) >= fewest for one in cell):
                     values.append(figure(by_key[method, prompt, repeat]))
             if values:
                 logs.append(math.log(statistics.median(values)))

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from paceline_tools.benchmark.crowds import Crowd
 from paceline_tools.benchmark.document import Document, MeasuredPrompt, SkippedPrompt
 from paceline_tools.benchmark.figures import summarise
 from paceline_tools.benchmark.page import charts, page
@@ -139,7 +140,7 @@ def test_a_run_that_was_broken_off_early_still_makes_a_page() -> None:
         document, measurements=document.measurements[:1], run={**document.run, "complete": False}, skipped=skipped
     )
     text = rendered(one)
-    assert "This run was broken off" in text
+    assert "This run was broken off:" in text
     assert "1 prompts were skipped: with 64 new tokens" in text
     assert Outline(text).open == []
 
@@ -152,3 +153,17 @@ def test_plain_decoding_alone_has_its_charts() -> None:
         "Where the time goes",
     ]
     assert Outline(rendered(document)).open == []
+
+
+def test_texts_at_once_have_a_table() -> None:
+    document = made_up(1)
+    crowds = tuple(
+        Crowd(method, repeat, (0, 1), 2.0, ((0.5, 0.25), (1.0, 0.5)), ((1, 3), (1, 2)))
+        for method in range(len(document.methods))
+        for repeat in range(2)
+    )
+    text = rendered(replace(document, crowds=crowds))
+    assert "Several texts at once" in text
+    assert "2: K = 4" in text
+    assert Outline(text).open == []
+    assert "Several texts at once" not in rendered(document)

@@ -127,7 +127,7 @@ def test_what_a_peer_raises_is_told() -> None:
 def test_a_missing_peer_is_named_with_the_command_that_installs_it(
     invoke: Invoke, table_bundle: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "prompt.txt").write_text("a", encoding="utf-8")
     args = ("--prompts", tmp_path / "prompt.txt", "--max-new-tokens", 8)
     result = invoke("bench", table_bundle, *args, "--against", f"llama.cpp:{tmp_path / 'model.gguf'}")
@@ -142,14 +142,26 @@ def test_a_missing_peer_is_named_with_the_command_that_installs_it(
         (["--against", "else:x"], "'else' is none of llama.cpp, onnxruntime-genai, openvino-genai, transformers"),
         (["--against", "llama.cpp:a:b"], "llama.cpp:TARGET is expected, with a GGUF file"),
         (["--against", "transformers"], "transformers:TARGET[:DRAFT] is expected"),
-        (["--against", "transformers:nowhere"], "there is no nowhere; it should be folders of save_pretrained"),
-        (["--against", f"transformers:{__file__}", "--top-k", "5"], "--temperature and --top-p alone"),
-        (["--against", f"transformers:{__file__}"] * 2, "names a peer twice"),
+        (["--against", "transformers:nowhere"], "there is no nowhere; folders of save_pretrained, or GGUFs should"),
+        (["--against", "transformers:."], "holds no config.json"),
+        (["--against", "onnxruntime-genai:tiny.gguf"], "tiny.gguf is no folder; folders of onnxruntime_genai"),
+        (["--against", "openvino-genai:folder:."], "the folder . holds no openvino_model.xml"),
+        (["--against", "llama.cpp:folder"], "folder is a folder; a GGUF file should be there"),
+        (["--against", "llama.cpp:folder/config.json"], "does not begin as a GGUF does"),
+        (["--against", "transformers:tiny.gguf", "--top-k", "5"], "--temperature and --top-p alone"),
+        (["--against", "transformers:folder"] * 2, "names a peer twice"),
         (["--peer-python", "python3"], "NAME:PYTHON is expected"),
         (["--peer-python", "transformers:python3"], "transformers is none here"),
     ],
 )
-def test_wrong_usage(invoke: Invoke, table_bundle: Path, args: list[str], message: str) -> None:
+def test_wrong_usage(
+    invoke: Invoke, table_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.gguf").write_bytes(b"GGUF")
+    Path("folder").mkdir()
+    for name in ("config.json", "openvino_model.xml"):
+        Path("folder", name).write_text("{}", encoding="utf-8")
     result = invoke("bench", table_bundle, *args)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from paceline_tools.benchmark.prompts import Prompt, read_prompts, rows_of, spread
+from paceline_tools.benchmark.prompts import Prompt, read_prompts, spread
 from paceline_tools.benchmark.prompts import human_eval as all_problems
+from paceline_tools.benchmark.rows import rows_of
 
 __all__ = ["CODE", "RETRIEVAL", "Prompt", "edits", "human_eval", "spec_bench"]
 

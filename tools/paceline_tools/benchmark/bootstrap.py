@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-__all__ = ["Estimate", "Term", "Times", "estimate"]
+__all__ = ["Estimate", "Term", "Times", "estimate", "mean"]
 
 _RESAMPLES = 2000
 
@@ -90,6 +90,42 @@ def estimate(terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool 
     error = math.sqrt(size / (size - 1)) * float(logs.mean(axis=1).std(ddof=1))
     reach = float(special.stdtrit(degrees, (1 + level) / 2)) * error
     return Estimate(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+
+
+def mean(values: NDArray[np.float64], level: float = 0.95) -> Estimate | None:
+    """Mean over prompts of means over repeats, with its interval: `estimate`'s bootstrap, on the plain scale.
+
+    Args:
+        values: `[prompts, repeats]`, NaN where there is none; for the difference of two methods, their paired
+            differences. Prompts without a value are left out.
+        level: of the interval.
+
+    Returns:
+        None where there are no values. With one prompt the interval is of its repeats; one value has none.
+    """
+    values = values[~np.isnan(values).all(axis=1)]
+    num_prompts = len(values)
+    if not num_prompts:
+        return None
+    there = ~np.isnan(values)
+    counts = there.sum(axis=1)  # [prompts]
+    packed = np.zeros(values.shape)  # the values of each prompt first
+    for row, (line, kept) in enumerate(zip(values, there, strict=True)):
+        packed[row, : counts[row]] = line[kept]
+    value = float(np.nanmean(values, axis=1).mean())
+    if num_prompts == 1 and counts[0] == 1:
+        return Estimate(value, None, None)
+    rng = np.random.default_rng(0)
+    shape = (_RESAMPLES, num_prompts)
+    prompts = rng.integers(0, num_prompts, shape)
+    picks = (rng.random((*shape, values.shape[1])) * counts[prompts][..., None]).astype(np.int64)
+    drawn = packed[prompts[..., None], picks]  # [resamples, prompts, repeats]
+    used = np.arange(values.shape[1]) < counts[prompts][..., None]  # as many as the prompt has
+    means = (drawn * used).sum(axis=-1) / used.sum(axis=-1)
+    size = num_prompts if num_prompts > 1 else int(counts[0])
+    error = math.sqrt(size / (size - 1)) * float(means.mean(axis=1).std(ddof=1))
+    reach = float(special.stdtrit(size - 1, (1 + level) / 2)) * error
+    return Estimate(value, value - reach, value + reach)
 
 
 def _medians(times: Times) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +12,21 @@ from typing import Any, TypeVar
 from paceline.bundle import build_dataclass
 from paceline.errors import BundleError, InvalidInputError
 
+from .crowds import Crowd
 from .measurement import Failure, Measurement
 from .methods import Method
 
-__all__ = ["FORMAT", "VERSION", "Document", "Failure", "MeasuredPrompt", "SkippedPrompt"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Document",
+    "Failure",
+    "MeasuredPrompt",
+    "SkippedPrompt",
+    "body_of",
+    "document_of",
+    "read_json",
+]
 
 FORMAT = "paceline bench"
 VERSION = 1
@@ -69,6 +80,7 @@ class Document:
         skipped: what was left out.
         measurements: one for each text, in the order in which they were written.
         failures: of peers, at most one of each method: from there on it was left out.
+        crowds: texts that were written several at once.
     """
 
     run: Mapping[str, Any]
@@ -77,6 +89,7 @@ class Document:
     skipped: tuple[SkippedPrompt, ...]
     measurements: tuple[Measurement, ...]
     failures: tuple[Failure, ...] = ()
+    crowds: tuple[Crowd, ...] = ()
 
     @property
     def samplings(self) -> list[str]:
@@ -95,18 +108,8 @@ class Document:
 
     def to_json(self, summary: Mapping[str, Any]) -> str:
         """Serialise, with the figures; a line for each text."""
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "run": self.run,
-            "methods": [asdict(method) for method in self.methods],
-            "prompts": [asdict(prompt) for prompt in self.prompts],
-            "skipped": [asdict(prompt) for prompt in self.skipped],
-            "failures": [asdict(failure) for failure in self.failures],
-            "summary": summary,
-        }
-        lines = ",\n  ".join(json.dumps(asdict(one)) for one in self.measurements)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "measurements": [\n  {lines}\n ]\n}}\n'
+        head = {"format": FORMAT, "version": VERSION, "run": self.run, "summary": summary}
+        return f"{json.dumps(head, indent=1)[:-2]},\n{body_of(self)}\n}}\n"
 
     @classmethod
     def read(cls, path: Path) -> Document:
@@ -115,32 +118,11 @@ class Document:
         Raises:
             InvalidInputError: it cannot be read, is damaged or of another format.
         """
+        data = read_json(path, FORMAT, VERSION)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InvalidInputError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{path} is no JSON document: {str(error).rstrip('.')}.") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InvalidInputError(f"{path} is not a document of `paceline bench --json`.")
-        if data.get("version") != VERSION:
-            raise InvalidInputError(
-                f"{path} has version {data.get('version')!r} of the format, and this paceline reads {VERSION}; measure "
-                "again."
-            )
-        try:
-            document = cls(
-                _checked(data.get("run"), _RUN, "run"),
-                _list(Method, data, "methods"),
-                _list(MeasuredPrompt, data, "prompts"),
-                _list(SkippedPrompt, data, "skipped"),
-                _list(Measurement, data, "measurements"),
-                _list(Failure, data, "failures"),
-            )
-            document._check()
+            return document_of(data, data.get("run"))
         except BundleError as error:
             raise InvalidInputError(f"{path} is damaged: {str(error).rstrip('.')}.") from error
-        return document
 
     def _check(self) -> None:
         if not 0 <= self.run["seconds"] < _LONGEST_S:
@@ -162,6 +144,80 @@ class Document:
                 raise BundleError(f"measurements[{index}] has a number of tokens that is none")
             if not 0 <= one.prompt < len(self.prompts) or not 0 <= one.method < len(self.methods):
                 raise BundleError(f"measurements[{index}] is of a prompt or method that is not there")
+        for index, crowd in enumerate(self.crowds):
+            self._check_crowd(crowd, f"crowds[{index}]")
+
+    def _check_crowd(self, crowd: Crowd, where: str) -> None:
+        if not crowd.prompts or len({*map(len, (crowd.prompts, crowd.steps_s, crowd.steps_tokens))}) != 1:
+            raise BundleError(f"{where} has no texts, or different numbers")
+        for seconds, tokens in zip(crowd.steps_s, crowd.steps_tokens, strict=True):
+            if not seconds or len(seconds) != len(tokens):
+                raise BundleError(f"{where} has a text without steps, or with different numbers")
+            if min(tokens) < 0 or max(tokens) >= _MOST_TOKENS:
+                raise BundleError(f"{where} has a number of tokens that is none")
+            if not all(0 <= time < _LONGEST_S for time in seconds):
+                raise BundleError(f"{where} has a time that is none")
+        if not 0 < crowd.wall_s < _LONGEST_S or not crowd.new_tokens:
+            raise BundleError(f"{where} took no time, or has no tokens")
+        if not 0 <= crowd.method < len(self.methods) or not all(0 <= p < len(self.prompts) for p in crowd.prompts):
+            raise BundleError(f"{where} is of a prompt or method that is not there")
+
+
+def body_of(document: Document) -> str:
+    """Fields of a JSON object: all of a document but its run; a line for each text."""
+    lists: dict[str, Sequence[Any]] = {
+        "methods": document.methods,
+        "prompts": document.prompts,
+        "skipped": document.skipped,
+        "failures": document.failures,
+    }
+    fields = json.dumps({name: [asdict(one) for one in found] for name, found in lists.items()}, indent=1)[2:-2]
+    lines = ",\n  ".join(json.dumps(asdict(one)) for one in document.measurements)
+    crowds = ",\n  ".join(json.dumps(asdict(one)) for one in document.crowds)
+    return f'{fields},\n "measurements": [\n  {lines}\n ],\n "crowds": [\n  {crowds}\n ]'
+
+
+def document_of(data: Mapping[str, Any], run: Any) -> Document:
+    """The document that `body_of` wrote, with its run.
+
+    Raises:
+        BundleError: it is damaged.
+    """
+    document = Document(
+        _checked(run, _RUN, "run"),
+        _list(Method, data, "methods"),
+        _list(MeasuredPrompt, data, "prompts"),
+        _list(SkippedPrompt, data, "skipped"),
+        _list(Measurement, data, "measurements"),
+        _list(Failure, data, "failures"),
+        _list(Crowd, {"crowds": [], **data}, "crowds"),
+    )
+    document._check()
+    return document
+
+
+def read_json(path: Path, expected: str, version: int) -> dict[str, Any]:
+    """A JSON object of a format and version.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{path} is no JSON document: {str(error).rstrip('.')}.") from error
+    if not isinstance(data, dict) or data.get("format") != expected:
+        known = isinstance(data, dict) and str(data.get("format", "")).startswith("paceline bench")
+        also = f"; it is one of `{data['format']} --json`" if known else ""
+        raise InvalidInputError(f"{path} is not a document of `{expected} --json`{also}.")
+    if data.get("version") != version:
+        raise InvalidInputError(
+            f"{path} has version {data.get('version')!r} of the format, and this paceline reads {version}; measure "
+            "again."
+        )
+    return data
 
 
 def _checked(value: Any, expected: Any, where: str) -> Any:

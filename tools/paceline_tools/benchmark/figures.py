@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bootstrap import Estimate, Term, Times, estimate
+from .crowd_figures import crowd_figures
 from .document import Document
 from .forecast import forecast
 from .measurement import Measurement
 from .methods import OURS, PLAIN
+from .percentiles import percentiles
 
-__all__ = ["FEWEST_TOKENS", "GAPS", "Runs", "summarise"]
+__all__ = ["Runs", "fewest_tokens", "summarise"]
 
-# Texts with fewer tokens behind the first count, but their times are left out of ratios.
-FEWEST_TOKENS = 8
-GAPS = (50, 90, 99)
+_FEWEST_TOKENS = 8
 
 
 class Runs:
     """The measurements of one sampling, by method, and which of them can be timed.
 
-    A prompt's repeat is timed where every method has written at least `FEWEST_TOKENS` tokens behind the first: so all
-    methods are compared on the same texts, also after Ctrl-C. A peer's method that failed has no times.
+    A prompt's repeat is timed where every method has written at least `fewest_tokens` behind the first: so all methods
+    are compared on the same texts, also after Ctrl-C. A peer's method that failed has no times.
     """
 
     def __init__(self, document: Document, sampling: str) -> None:
@@ -41,10 +41,11 @@ class Runs:
         needed = [index for index in self.methods if index not in self.failed]
         self.by_method: dict[int, list[Measurement]] = defaultdict(list)
         cells: dict[tuple[int, int], dict[int, Measurement]] = defaultdict(dict)
+        fewest = fewest_tokens(document)
         for one in document.measurements:
             if one.method in needed:
                 self.by_method[one.method].append(one)
-                if one.decoded >= FEWEST_TOKENS and one.decode_s > 0 and one.steps_s[0] > 0:
+                if one.decoded >= fewest and one.decode_s > 0 and one.steps_s[0] > 0:
                     cells[one.prompt, one.repeat][one.method] = one
         # Of each prompt, the repeats that can be timed.
         self.timed: dict[int, list[dict[int, Measurement]]] = defaultdict(list)
@@ -69,6 +70,12 @@ class Runs:
         """All texts of a method in a category, or in all."""
         prompts = self.document.prompts
         return [one for one in self.by_method[method] if category is None or prompts[one.prompt].category == category]
+
+
+def fewest_tokens(document: Document) -> int:
+    """Texts with fewer tokens behind the first count, but their times are left out of ratios."""
+    most = int(document.run["settings"]["max_new_tokens"])
+    return max(min(_FEWEST_TOKENS, most - 1), 1)
 
 
 def decoding(one: Measurement) -> float:
@@ -98,6 +105,7 @@ def summarise(document: Document) -> dict[str, Any]:
                 for method in runs.methods
             },
             "forecast": forecast(document, runs.by_method),
+            "crowds": crowd_figures(document, sampling),
         }
     return {"samplings": by_sampling, "bandwidth_share": _bandwidth_share(document, by_sampling)}
 
@@ -128,9 +136,9 @@ def _figures(runs: Runs, method: int, category: str | None) -> dict[str, Any]:
         "speedup": _as_dict(speedup),
         "speedup_whole": _as_dict(speedup_whole),
         "predicted_speedup": _predicted(runs, method, prompts),
-        "first_token_ms": _percentiles([1000 * one.steps_s[0] for one in texts], [1] * len(texts)),
-        "token_gap_ms": _percentiles(*_gaps(texts, per_token=True)),
-        "burst_gap_ms": _percentiles(*_gaps(texts, per_token=False)),
+        "first_token_ms": percentiles([1000 * one.steps_s[0] for one in texts]),
+        "token_gap_ms": percentiles(*_gaps(texts, per_token=True)),
+        "burst_gap_ms": percentiles(*_gaps(texts, per_token=False)),
         "proposed_at": proposed,
         "accepted_at": accepted,
         "acceptance_rate": sum(accepted) / sum(proposed) if proposed else None,
@@ -157,14 +165,6 @@ def _gaps(texts: Sequence[Measurement], *, per_token: bool) -> tuple[list[float]
     if per_token:
         return [ms / tokens for ms, tokens in steps], [tokens for _, tokens in steps]
     return [ms for ms, _ in steps], [1] * len(steps)
-
-
-def _percentiles(values: Sequence[float], weights: Sequence[int]) -> dict[str, float] | None:
-    """The least value that so many of a hundred do not exceed."""
-    if not values:
-        return None
-    found = np.percentile(np.repeat(values, weights), GAPS, method="inverted_cdf")
-    return {f"p{share}": float(value) for share, value in zip(GAPS, found, strict=True)}
 
 
 def _by_place(texts: Sequence[Measurement]) -> tuple[list[int], list[int]]:

@@ -32,7 +32,7 @@ def forecast(document: Document, by_method: Mapping[int, Sequence[Measurement]])
         method = document.methods[index]
         if method.name == PLAIN:
             plain = texts
-        elif method.fixed and sum(one.rounds for one in texts):
+        elif method.fixed and not method.bundle and sum(one.rounds for one in texts):
             families.setdefault((method.drafter, method.verification), {})[method.fixed] = texts
     plain_pass, plain_rest = _pass_and_rest(plain)
     unit = plain_pass + plain_rest

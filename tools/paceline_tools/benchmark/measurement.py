@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from paceline_tools.peers.engines import EngineError, EngineProcess
 from .meters import EnergyMeter
 from .methods import OURS, Method
 
-__all__ = ["Failure", "Measurement", "Plan", "measure"]
+__all__ = ["Failure", "Measurement", "Plan", "all_decoders", "measure"]
 
 _WARM_UP_TOKENS = 16
 _DIGITS = 6  # of seconds: a document holds microseconds
@@ -103,6 +104,7 @@ class Plan:
         knobs: sampling parameters besides temperature and seed.
         seed: of the first repeat of sampled texts, the second one's is one more; None draws fresh numbers.
         ignore_end: write on behind end tokens.
+        stop: strings that end a text of paceline's; it is cut before them.
     """
 
     methods: tuple[Method, ...]
@@ -111,6 +113,7 @@ class Plan:
     knobs: SamplingParams
     seed: int | None
     ignore_end: bool
+    stop: tuple[str, ...] = ()
 
     def sampling(self, method: Method, repeat: int) -> SamplingParams:
         """Sampling parameters of a text. Greedy texts have no seed: the clock may plan them."""
@@ -125,6 +128,8 @@ def measure(
     meter: EnergyMeter,
     engines: Mapping[str, EngineProcess],
     on_progress: Callable[[str, float], None],
+    on_text: Callable[[Measurement, str], None] = lambda one, text: None,
+    beside: Mapping[str, SpeculativeDecoder] = MappingProxyType({}),
 ) -> Iterator[Measurement | Failure]:
     """Write every text, after a short one by each method to warm up.
 
@@ -138,26 +143,29 @@ def measure(
         meter: of energy.
         engines: the peers' processes, by name. A peer's method that fails is left out from there on.
         on_progress: takes the stage at hand and the fraction of the whole that is done.
+        on_text: takes each measurement of paceline's, before it is given, and what was written.
+        beside: decoders of other bundles, by the label that their methods have.
     """
-    if plan.ignore_end:
-        decoder = replace(decoder, eos_token_ids=())
+    decoders = all_decoders(decoder, beside, plan)
     count = len(plan.methods)
     failed: set[int] = set()
 
-    def write(prompt: int, index: int, repeat: int, plan: Plan) -> Measurement | Failure:
+    def write(prompt: int, index: int, repeat: int, plan: Plan) -> tuple[Measurement | Failure, str | None]:
         where, method = (prompt, index, repeat), plan.methods[index]
         if method.engine == OURS:
-            return _write(decoder, prompts[prompt], method, plan, meter, where)
+            return _write(decoders[method.bundle], prompts[prompt], method, plan, meter, where)
         try:
-            return _write_by_peer(engines[method.engine], decoder, prompts[prompt], method, plan, meter, where)
+            return _write_by_peer(engines[method.engine], decoder, prompts[prompt], method, plan, meter, where), None
         except EngineError as error:
             failed.add(index)
-            return Failure(*where, str(error))
+            return Failure(*where, str(error)), None
 
     short = replace(plan, max_new_tokens=min(_WARM_UP_TOKENS, plan.max_new_tokens))
+    shortest = min(range(len(prompts)), key=lambda index: len(prompts[index]))
     for index in range(count):
         on_progress("warm up", 0.0)
-        if isinstance(found := write(0, index, 0, short), Failure):
+        found, _ = write(shortest, index, 0, short)
+        if isinstance(found, Failure):
             yield found
     done = 0
     for repeat in range(plan.repeats):
@@ -166,9 +174,20 @@ def measure(
             for index in order if repeat % 2 == 0 else reversed(order):
                 on_progress(f"repeat {repeat + 1} of {plan.repeats}", done / (count * len(prompts) * plan.repeats))
                 if index not in failed:
-                    yield write(prompt, index, repeat, plan)
+                    found, text = write(prompt, index, repeat, plan)
+                    if text is not None and isinstance(found, Measurement):
+                        on_text(found, text)
+                    yield found
                 done += 1
     on_progress("done", 1.0)
+
+
+def all_decoders(
+    decoder: SpeculativeDecoder, beside: Mapping[str, SpeculativeDecoder], plan: Plan
+) -> dict[str, SpeculativeDecoder]:
+    """Decoders by the label of their bundle, as `plan` has their texts end."""
+    found = {"": decoder, **beside}
+    return {name: replace(one, eos_token_ids=()) for name, one in found.items()} if plan.ignore_end else found
 
 
 def _write(
@@ -178,7 +197,7 @@ def _write(
     plan: Plan,
     meter: EnergyMeter,
     where: tuple[int, int, int],
-) -> Measurement:
+) -> tuple[Measurement, str]:
     steps: list[tuple[float, int, int, int]] = []
     sampling = plan.sampling(method, where[2])
     joules = meter.read()
@@ -188,6 +207,7 @@ def _write(
         sampling,
         max_new_tokens=plan.max_new_tokens,
         num_draft_tokens=method.num_draft_tokens,
+        stop=plan.stop,
         drafter=method.drafter,
         verification=method.verification,
     )
@@ -199,7 +219,7 @@ def _write(
     stats = generation.stats
     seconds, tokens, proposed, accepted = zip(*steps, strict=True)
     used = meter.since(joules)
-    return Measurement(
+    found = Measurement(
         *where,
         tuple(round(one, _DIGITS) for one in seconds),
         tokens,
@@ -214,6 +234,7 @@ def _write(
         stats.predicted_speedup,
         used,
     )
+    return found, generation.text
 
 
 def _write_by_peer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Method:
         verification: the rule by which drafted tokens stand.
         engine: paceline, or a peer; then the three before say nothing, and the name begins with the peer's.
         mode: of a peer: `plain`, or `k…` with a draft.
+        bundle: a label of `--beside`, with which the name begins; empty for the bundle that others are compared with.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Method:
     verification: str
     engine: str = OURS
     mode: str = ""
+    bundle: str = ""
 
     @property
     def fixed(self) -> int | None:
@@ -49,8 +52,9 @@ def all_methods(
     drafters: Sequence[str],
     rules: Sequence[str],
     temperatures: Iterable[float],
+    bundles: Sequence[str] = ("",),
 ) -> list[Method]:
-    """Plain decoding, and every combination; temperature by temperature. What is named twice comes once.
+    """Plain decoding, and every combination, by temperature and by bundle. What is named twice comes once.
 
     A hybrid drafter needs a plan, so fixed numbers of drafted tokens pass it over.
 
@@ -63,17 +67,14 @@ def all_methods(
         raise InvalidInputError(
             "--drafter hybrid plans its drafts: add auto to --draft-tokens, or take another drafter."
         )
-    for temperature in temperatures:
+    ways: list[tuple[str, int | str, str | None, str]] = [(PLAIN, 0, None, DEFAULT_VERIFICATION)]
+    for drafter, rule, k in itertools.product(drafters or (None,), rules or (DEFAULT_VERIFICATION,), numbers):
+        if k != 0 and (drafter != "hybrid" or k == "auto"):
+            ways.append((method_name(k, drafter, rule), k, drafter, rule))
+    for temperature, bundle, (way, k, drafter, rule) in itertools.product(temperatures, bundles, ways):
         sampling = f"temperature {temperature:g}" if temperature else "greedy"
-        plain = Method(PLAIN, sampling, temperature, 0, None, DEFAULT_VERIFICATION)
-        methods[sampling, PLAIN] = plain
-        for drafter in drafters or (None,):
-            for rule in rules or (DEFAULT_VERIFICATION,):
-                for k in numbers:
-                    if k == 0 or (drafter == "hybrid" and k != "auto"):
-                        continue
-                    name = method_name(k, drafter, rule)
-                    methods[sampling, name] = Method(name, sampling, temperature, k, drafter, rule)
+        name = f"{bundle}: {way}" if bundle else way
+        methods[sampling, name] = Method(name, sampling, temperature, k, drafter, rule, bundle=bundle)
     return list(methods.values())
 
 

@@ -59,7 +59,11 @@ def page(document: Document, summary: Mapping[str, Any]) -> str:
         "duration": duration,
     }
     samplings = {
-        sampling: {"methods": found["methods"], "charts": list(charts(document, sampling, found))}
+        sampling: {
+            "methods": found["methods"],
+            "crowds": found["crowds"],
+            "charts": list(charts(document, sampling, found)),
+        }
         for sampling, found in summary["samplings"].items()
     }
     return environment.get_template("page.html.jinja").render(

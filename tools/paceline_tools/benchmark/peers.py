@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from paceline import SamplingParams
@@ -31,6 +32,8 @@ class Peer:
         model: what it loads.
         drafts: whether it can take a draft model.
         more: what the adapter takes behind the number of threads.
+        holds: a file that a model's folder must hold; None where a model is no folder.
+        takes_gguf: whether a model may be a GGUF file.
     """
 
     adapter: str
@@ -38,16 +41,50 @@ class Peer:
     model: str
     drafts: bool = True
     more: tuple[str, ...] = ()
+    holds: str | None = None
+    takes_gguf: bool = False
+
+    def fault(self, model: Path) -> str | None:
+        """Why `model` is none that it loads, as far as a look at it tells."""
+        if not model.exists():
+            return f"there is no {model}"
+        if model.is_dir():
+            if self.holds is None:
+                return f"{model} is a folder"
+            return None if (model / self.holds).is_file() else f"the folder {model} holds no {self.holds}"
+        if not self.takes_gguf:
+            return f"{model} is no folder"
+        try:
+            with model.open("rb") as file:
+                return None if file.read(4) == _GGUF else f"{model} does not begin as a GGUF does"
+        except OSError as error:
+            return f"{model} cannot be read ({error.strerror or error})"
 
 
+_GGUF = b"GGUF"
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "llama.cpp": Peer("llama_cpp", "pip install llama-cpp-python", "a GGUF file", drafts=False),
+        "llama.cpp": Peer("llama_cpp", "pip install llama-cpp-python", "a GGUF file", drafts=False, takes_gguf=True),
         "onnxruntime-genai": Peer(
-            "genai", "pip install onnxruntime-genai", "folders of onnxruntime_genai.models.builder", more=("as-built",)
+            "genai",
+            "pip install onnxruntime-genai",
+            "folders of onnxruntime_genai.models.builder",
+            more=("as-built",),
+            holds="genai_config.json",
         ),
-        "openvino-genai": Peer("openvino", "pip install openvino-genai", "folders of optimum-cli export openvino"),
-        "transformers": Peer("transformers", "pip install torch transformers", "folders of save_pretrained, or GGUFs"),
+        "openvino-genai": Peer(
+            "openvino",
+            "pip install openvino-genai",
+            "folders of optimum-cli export openvino",
+            holds="openvino_model.xml",
+        ),
+        "transformers": Peer(
+            "transformers",
+            "pip install torch transformers",
+            "folders of save_pretrained, or GGUFs",
+            holds="config.json",
+            takes_gguf=True,
+        ),
     }
 )
 
@@ -76,8 +113,8 @@ class PeerChoice:
             form = f"{name}:TARGET[:DRAFT]" if peer.drafts else f"{name}:TARGET"
             raise InvalidInputError(f"--against {text!r}: {form} is expected, with {peer.model}.")
         for model in models:
-            if not os.path.exists(model):
-                raise InvalidInputError(f"--against {text!r}: there is no {model}; it should be {peer.model}.")
+            if fault := peer.fault(Path(model)):
+                raise InvalidInputError(f"--against {text!r}: {fault}; {peer.model} should be there.")
         return cls(name, tuple(map(os.path.abspath, models)), pythons.get(name, sys.executable))
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import json
-import sys
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline.errors import InstallationError, InvalidInputError
 
-__all__ = ["SETS", "Prompt", "human_eval", "read_prompts", "rows_of", "spec_bench", "spread", "unique"]
+from .rows import Row, content, rows_in, rows_of
+
+__all__ = [
+    "SETS",
+    "Prompt",
+    "human_eval",
+    "human_eval_rows",
+    "read_prompts",
+    "spec_bench",
+    "spread",
+    "summaries",
+    "summary_rows",
+    "unique",
+]
 
 _T = TypeVar("_T")
 
@@ -30,41 +39,7 @@ class Prompt:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a file of JSON lines, and where it stands, for errors."""
-
-    where: str
-    fields: Mapping[str, Any]
-
-    def text(self, name: str) -> str:
-        """A field that must be text, and not empty.
-
-        Raises:
-            InvalidInputError: it is missing or something else.
-        """
-        value = self.fields.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise InvalidInputError(f"{self.where}: {name!r} should be text that is not empty, got {value!r:.60}.")
-        return self.checked(name, value)
-
-    def checked(self, name: str, value: str) -> str:
-        """The text, if it is one in UTF-8, too; JSON can hold halves of characters.
-
-        Raises:
-            InvalidInputError: it is not.
-        """
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(
-                f"{self.where}: {name!r} holds half of a character ({value[error.start]!a}) at character "
-                f"{error.start + 1}."
-            ) from error
-        return value
-
-
-def read_prompts(source: str, *, raw: bool, per_category: int | None = None) -> list[Prompt]:
+def read_prompts(source: str, *, raw: bool, per_category: int | None = None, limit: int | None = None) -> list[Prompt]:
     """The prompts that `source` names.
 
     Args:
@@ -72,6 +47,7 @@ def read_prompts(source: str, *, raw: bool, per_category: int | None = None) -> 
             ends in `.jsonl` or `.jsonl.gz`, or stdin that begins with a brace, holds JSON lines, any other one prompt.
         raw: the prompts are continued as they are; else they are messages of a user.
         per_category: take so many of each category, evenly spread; None takes all.
+        limit: look at so many at the beginning of the source; None looks at all.
 
     Raises:
         InvalidInputError: nothing there that could be read, or a line that is no prompt, which is named.
@@ -83,7 +59,7 @@ def read_prompts(source: str, *, raw: bool, per_category: int | None = None) -> 
     else:
         prompts = _from_file(source)
     by_category: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in prompts:
+    for prompt in prompts[:limit]:
         by_category[prompt.category].append(prompt)
     return [one for found in by_category.values() for one in spread(found, per_category)]
 
@@ -97,10 +73,12 @@ def spread(items: list[_T], count: int | None) -> list[_T]:
 def human_eval(path: Path | None, raw: bool = False) -> list[Prompt]:
     """HumanEval's problems from a file, or from the package human-eval; as messages that ask for the function."""
     form = "{}" if raw else "Complete this Python function.\n\n```python\n{}```"
-    return [
-        Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt")))
-        for row in rows_of(str(path or _packaged_human_eval()))
-    ]
+    return [Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt"))) for row in human_eval_rows(path)]
+
+
+def human_eval_rows(path: Path | None) -> list[Row]:
+    """HumanEval's problems as they stand in the file, or in that of the package human-eval."""
+    return rows_of(str(path or _packaged_human_eval()))
 
 
 def spec_bench(path: Path | None, raw: bool = False) -> list[Prompt]:
@@ -117,13 +95,37 @@ def spec_bench(path: Path | None, raw: bool = False) -> list[Prompt]:
     return prompts
 
 
-def rows_of(source: str) -> list[Row]:
-    """The lines of a file of JSON lines, which may be packed by gzip; `-` is stdin. Blank lines are passed over.
+def summaries(path: Path | None, raw: bool = False) -> list[Prompt]:
+    """Documents to summarise: as messages that ask for it, or raw as texts that a base model ends with a summary."""
+    form = "{}\n\nTL;DR:" if raw else "Summarize: {}"
+    prompts = []
+    for number, row in enumerate(summary_rows(path), 1):
+        text = row.text("document") if "document" in row.fields else _turn(row).removeprefix("Summarize: ")
+        label = row.fields.get("name", row.fields.get("question_id", number))
+        prompts.append(Prompt(row.checked("name", f"summary {label}"), "summaries", form.format(text)))
+    return prompts
+
+
+def summary_rows(path: Path | None) -> list[Row]:
+    """Lines with a `document`, or of a file in Spec-Bench's format those of the category summarization.
 
     Raises:
-        InvalidInputError: it cannot be read, holds no line, or a line is no JSON object, which is named.
+        InvalidInputError: no file, or no such line in it.
     """
-    return _rows(*_content(source))
+    if path is None:
+        raise InvalidInputError(
+            "Documents to summarise do not come with a package: give a file, as in summaries:mine.jsonl, with a "
+            "'document' and a 'reference' in each line, or Spec-Bench's question.jsonl "
+            "(https://github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl)."
+        )
+    rows = rows_of(str(path))
+    found = [row for row in rows if "document" in row.fields or row.fields.get("category") == "summarization"]
+    if not found:
+        raise InvalidInputError(
+            f"{path}: there is nothing to summarise; lines with a 'document', or of Spec-Bench's category "
+            "'summarization' are expected."
+        )
+    return found
 
 
 def _demo(path: Path | None, raw: bool) -> list[Prompt]:
@@ -136,7 +138,7 @@ def _demo(path: Path | None, raw: bool) -> list[Prompt]:
 
 # From a file, or None for what is built in or installed, and whether prompts are raw.
 SETS: Mapping[str, Callable[[Path | None, bool], list[Prompt]]] = MappingProxyType(
-    {"demo": _demo, "humaneval": human_eval, "spec-bench": spec_bench}
+    {"demo": _demo, "humaneval": human_eval, "spec-bench": spec_bench, "summaries": summaries}
 )
 
 
@@ -158,19 +160,19 @@ def _packaged_human_eval() -> Path:
 
 
 def _from_file(source: str) -> list[Prompt]:
-    name, content = _content(source)
-    lines = source.endswith((".jsonl", ".jsonl.gz")) or (source == "-" and content.lstrip().startswith(b"{"))
+    name, found = content(source)
+    lines = source.endswith((".jsonl", ".jsonl.gz")) or (source == "-" and found.lstrip().startswith(b"{"))
     if not lines:
         try:
-            text = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
+            text = found.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
+            line = found.count(b"\n", 0, error.start) + 1
             raise InvalidInputError(f"{name}, line {line}: not UTF-8 (byte {error.start}).") from error
         if not text.strip():
             raise InvalidInputError(f"{name}, line 1: there is no prompt, the file is empty.")
         return [Prompt(name, name, text)]
     prompts = []
-    for number, row in enumerate(_rows(name, content), 1):
+    for number, row in enumerate(rows_in(name, found), 1):
         label = next((row.fields[key] for key in ("name", "task_id", "question_id", "id") if key in row.fields), number)
         category = row.fields.get("category", name)
         if not isinstance(category, str):
@@ -194,49 +196,6 @@ def _turn(row: Row) -> str:
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise InvalidInputError(f"{row.where}: 'turns' should be a list of texts, got {turns!r:.60}.")
     return row.checked("turns", turns[0])
-
-
-def _content(source: str) -> tuple[str, bytes]:
-    """What prompts of the source are called, and its bytes, unpacked."""
-    if source == "-":
-        if sys.stdin is None or sys.stdin.isatty():
-            raise InvalidInputError("There are no prompts: stdin is a terminal; pipe prompts into it, or name a file.")
-        return "stdin", sys.stdin.buffer.read()
-    path = Path(source)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        known = ", ".join(SETS)
-        raise InvalidInputError(
-            f"The prompts {source!r} cannot be read ({error.strerror or error}); a file, - for stdin, or one of "
-            f"{known} is expected."
-        ) from error
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InvalidInputError(f"{source} is not packed by gzip, or damaged: {error}.") from error
-    return path.name, content
-
-
-def _rows(name: str, content: bytes) -> list[Row]:
-    rows = []
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{name}, line {number}"
-        try:
-            fields = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InvalidInputError(f"{where}: not UTF-8 (byte {error.start} of the line).") from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{where}: no JSON ({error}).") from error
-        if not isinstance(fields, dict):
-            raise InvalidInputError(f"{where}: a JSON object is expected, got {fields!r:.60}.")
-        rows.append(Row(where, fields))
-    if not rows:
-        raise InvalidInputError(f"{name}, line 1: there are no prompts, the file is empty.")
-    return rows
 
 
 def unique(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -9,7 +9,7 @@ from paceline_tools.tables import duration, number, percent, size, table
 
 from .compare import Change
 from .document import Document
-from .figures import FEWEST_TOKENS
+from .figures import fewest_tokens
 from .methods import method_name
 
 __all__ = ["compared", "interval", "report"]
@@ -27,6 +27,8 @@ def report(document: Document, summary: Mapping[str, Any]) -> str:
             parts.append(_by_category(document, methods))
         if found["forecast"]:
             parts.append(_forecast(methods, found["forecast"]))
+        if found["crowds"]:
+            parts.append(_crowds(found["crowds"]))
     parts.append(_notes(document, summary))
     return "\n\n".join(parts)
 
@@ -149,12 +151,36 @@ def _forecast(methods: Mapping[str, Any], curves: Sequence[Mapping[str, Any]]) -
     return table(("speedup by the theory", "predicted", "measured"), rows)
 
 
+def _crowds(crowds: Sequence[Mapping[str, Any]]) -> str:
+    header = (
+        "at once, method",
+        "tokens/s of all",
+        "ms/token of all (95 %)",
+        "speedup (95 %)",
+        "first token, ms",
+        "between tokens, ms",
+    )
+    rows = [
+        (
+            f"{one['concurrency']}: {one['method']}",
+            number(one["tokens_per_second"], 1),
+            interval(one["ms_per_token"]),
+            interval(one["speedup"], 2, "×"),
+            _percentiles(one["first_token_ms"]),
+            _percentiles(one["token_gap_ms"]),
+        )
+        for one in crowds
+    ]
+    return table(header, rows)
+
+
 def _notes(document: Document, summary: Mapping[str, Any]) -> str:
     run, settings = document.run, document.run["settings"]
     texts = len(document.measurements)
     timed = [one["all"] for found in summary["samplings"].values() for one in found["methods"].values()]
     left_out = sum(one["texts"] - one["timed_texts"] for one in timed)
-    ending = "" if document.complete else " THE RUN WAS BROKEN OFF; these are the texts up to then."
+    by = run.get("ended_by") or "Ctrl-C"
+    ending = "" if document.complete else f" THE RUN WAS BROKEN OFF ({by}); these are the texts up to then."
     lines = [
         f"{texts} texts of {len(document.prompts)} prompts, {settings['repeats']} repeats, at most "
         f"{settings['max_new_tokens']} new tokens, in turns; warm-up apart; {duration(run['seconds'])}.{ending}"
@@ -162,7 +188,7 @@ def _notes(document: Document, summary: Mapping[str, Any]) -> str:
     if left_out:
         lines.append(
             f"{left_out} texts are left out of ms/token and speedup: in their turn some method wrote fewer than "
-            f"{FEWEST_TOKENS} tokens behind the first step, or none."
+            f"{fewest_tokens(document)} tokens behind the first step, or none."
         )
     for failure in document.failures:
         method = document.methods[failure.method]
@@ -170,6 +196,13 @@ def _notes(document: Document, summary: Mapping[str, Any]) -> str:
     for name, peer in run.get("peers", {}).items():
         versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
         lines.append(f"{name}: {versions}; {size(peer['resident_bytes'])} resident; {' and '.join(peer['models'])}.")
+    for name, other in run.get("beside", {}).items():
+        target, draft = other["target"], other["draft"]
+        models = f"{target['source']} ({target['precision']})"
+        models += f" with {draft['source']} ({draft['precision']})" if draft else ""
+        lines.append(
+            f"{name}: {models}, loaded in {duration(other['load_s'])}; its speedup is over this bundle's plain."
+        )
     if document.skipped:
         lines.append(f"{len(document.skipped)} prompts were skipped: {document.skipped[0].reason}.")
     share = summary["bandwidth_share"]

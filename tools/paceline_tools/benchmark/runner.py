@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
-import os
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
-
-import paceline
 from paceline import Bundle, SamplingParams, SpeculativeDecoder
-from paceline.bundle import MANIFEST_NAME, ModelEntry
 from paceline.errors import InvalidInputError
-from paceline_tools.measure import machine
 from paceline_tools.progress import stages
 
+from .crowds import Crowd, measure_crowds
 from .document import Document, MeasuredPrompt, SkippedPrompt
+from .loaded import Loaded, gather, say_broken
 from .measurement import Failure, Measurement, Plan, measure
-from .meters import EnergyMeter, read_bandwidth
+from .meters import EnergyMeter
 from .methods import Method, all_methods
 from .peers import PEERS, PeerChoice, check_knobs, peer_methods, start_peers, stop_peers
 from .prompts import Prompt, read_prompts, unique
 
-__all__ = ["run_benchmark"]
+__all__ = ["check", "encoded", "run_benchmark"]
 
 
 def run_benchmark(
     folder: Path,
     *,
     prompts: tuple[str, ...],
+    limit: int | None,
     per_category: int | None,
     raw: bool,
     draft_tokens: tuple[int | str, ...],
@@ -48,22 +41,26 @@ def run_benchmark(
     max_new_tokens: int,
     ignore_end: bool,
     repeats: int,
+    concurrency: tuple[int, ...],
     provider: str,
     threads: int | None,
     profile: str,
+    beside: tuple[Path, ...],
     against: tuple[str, ...],
     peer_pythons: tuple[str, ...],
     **knobs: Any,
-) -> Document:
+) -> tuple[Document, BaseException | None]:
     """Load a bundle, write all texts, and say what they took; the arguments are the options of `paceline bench`.
 
-    After Ctrl-C the document holds what was measured until then, and is not complete.
+    Returns:
+        What was measured, and what ended the run early, if anything did: then the document is not complete.
 
     Raises:
         PacelineError: an argument that cannot be honoured, before anything is measured.
-        KeyboardInterrupt: Ctrl-C before there was a text.
+        BaseException: Ctrl-C or a fault before there was a text.
     """
-    ours = all_methods(draft_tokens, drafters, rules, temperatures)
+    others = _labelled(folder, beside)
+    ours = all_methods(draft_tokens, drafters, rules, temperatures, ("", *others))
     pythons = dict(_name_and_path(text) for text in peer_pythons)
     choices = [PeerChoice.parse(text, pythons) for text in against]
     names = [choice.name for choice in choices]
@@ -80,31 +77,31 @@ def run_benchmark(
         SamplingParams(seed=plan.seed + repeats - 1)  # and the last repeat's seed
     if choices:
         check_knobs(plan.knobs)
-    texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
-    bundle = Bundle.open(folder)
-    started = time.perf_counter()
-    decoder = paceline.load(folder, provider=provider, threads=threads, profile=None if profile == "none" else profile)
-    load_s = time.perf_counter() - started
-    kept, ids, skipped = _encoded(decoder, texts, raw, max_new_tokens)
+    texts = unique(
+        prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category, limit=limit)
+    )
+    loaded = Loaded.load(folder, provider, threads, profile)
+    decoder = loaded.decoder
+    of_others = {label: Loaded.load(path, provider, threads, profile) for label, path in others.items()}
+    decoders = {label: one.decoder for label, one in of_others.items()}
+    context = min(one.context for one in (loaded, *of_others.values()))
+    kept, ids, skipped = encoded(decoder, texts, raw, max_new_tokens, context)
     for method in ours:
-        _check(decoder, method, plan, ids[0])
-    threads_of_all = threads or len(os.sched_getaffinity(0))
-    engines = start_peers(choices, threads_of_all, methods)
+        check({"": decoder, **decoders}[method.bundle], method, plan, ids[0])
+    engines = start_peers(choices, loaded.threads, methods)
     peers: dict[str, Any] = {}
 
     found: list[Measurement | Failure] = []
+    crowds: list[Crowd] = []
+    meter = EnergyMeter(gpu=not loaded.on_host)
     begun, started = datetime.datetime.now(datetime.UTC), time.perf_counter()
-    complete = False
     try:
         with stages() as on_progress:
-            for one in measure(decoder, ids, plan, EnergyMeter(), engines, on_progress):
-                found.append(one)  # noqa: PERF402 - what came before Ctrl-C shall stay
-        complete = True
-    except KeyboardInterrupt:
-        if not any(isinstance(one, Measurement) for one in found):
-            click.echo("\nBroken off before a text was complete; nothing is saved.", err=True)
-            raise
-        click.echo("\nBroken off; what was measured is kept.", err=True)
+            broken = gather(measure(decoder, ids, plan, meter, engines, on_progress, beside=decoders), found)
+        at_once = [size for size in concurrency if size > 1]
+        if at_once and not broken:
+            with stages() as on_progress:
+                broken = gather(measure_crowds(decoder, ids, plan, at_once, on_progress, decoders), crowds)
     finally:
         for choice in choices:
             engine = engines[choice.name]
@@ -115,44 +112,28 @@ def run_benchmark(
             }
         stop_peers(engines)
     seconds = time.perf_counter() - started
-    on_host = provider in ("cpu", "openvino")
-    manifest = bundle.manifest
+    if broken:
+        say_broken(broken, any(isinstance(one, Measurement) for one in found))
     settings = {
         "prompts": list(prompts),
+        "limit": limit,
         "per_category": per_category,
         "raw": raw,
         "max_new_tokens": max_new_tokens,
         "ignore_end": ignore_end,
         "repeats": repeats,
+        "concurrency": list(concurrency),
         "seed": plan.seed,
         "knobs": {name: value for name, value in asdict(plan.knobs).items() if name not in ("temperature", "seed")},
         "provider": provider,
         "threads": threads,
         "profile": profile,
     }
-    run = {
-        "paceline": paceline.__version__,
-        "command": ["paceline", *sys.argv[1:]],
-        "started": begun.isoformat(timespec="seconds"),
-        "seconds": seconds,
-        "complete": complete,
-        "machine": machine(),
-        "bundle": {
-            "manifest_sha256": hashlib.sha256((bundle.root / MANIFEST_NAME).read_bytes()).hexdigest(),
-            "target": _model(manifest.target),
-            "draft": manifest.draft and _model(manifest.draft),
-        },
-        "settings": settings,
-        "peers": peers,
-        "load_s": load_s,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "target_bytes": sum(entry.size for name, entry in manifest.files.items() if name.startswith("target/")),
-        "read_bytes_per_s": read_bandwidth(threads_of_all) if on_host else None,
-    }
-    run = json.loads(json.dumps(run))  # as a run that was saved has it
+    run = loaded.run(begun, seconds, broken, settings, peers)
+    run["beside"] = {label: {**one.about(), "load_s": one.load_s} for label, one in of_others.items()}
     measurements = tuple(one for one in found if isinstance(one, Measurement))
     failures = tuple(one for one in found if isinstance(one, Failure))
-    return Document(run, methods, tuple(kept), tuple(skipped), measurements, failures)
+    return Document(run, methods, tuple(kept), tuple(skipped), measurements, failures, tuple(crowds)), broken
 
 
 def _name_and_path(text: str) -> tuple[str, str]:
@@ -162,19 +143,46 @@ def _name_and_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _model(entry: ModelEntry) -> dict[str, str]:
-    return {"source": entry.source.name, "precision": entry.precision}
+def _labelled(folder: Path, beside: Sequence[Path]) -> dict[str, Path]:
+    """Other bundles of the same checkpoint, by their folders' names.
+
+    Raises:
+        InvalidInputError: two of a name, or of another checkpoint or tokenizer.
+    """
+    if not beside:
+        return {}
+    found: dict[str, Path] = {}
+    first = Bundle.open(folder).manifest
+    for path in beside:
+        label = path.resolve().name
+        if label in found or path.resolve() == folder.resolve():
+            raise InvalidInputError(f"--beside {path}: a bundle of this name is there already; take each once.")
+        found[label] = path
+        manifest = Bundle.open(path).manifest
+        for what, ours, theirs in (
+            ("checkpoint", first.target.source.sha256, manifest.target.source.sha256),
+            ("tokenizer", first.files["tokenizer.json"].sha256, manifest.files["tokenizer.json"].sha256),
+        ):
+            if ours != theirs:
+                raise InvalidInputError(
+                    f"--beside {path}: its {what} is another than that of {folder}; bundles of one checkpoint are "
+                    "expected, such as in another precision."
+                )
+    return found
 
 
-def _encoded(
-    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int
+def encoded(
+    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], raw: bool, max_new_tokens: int, context: int
 ) -> tuple[list[MeasuredPrompt], list[list[int]], list[SkippedPrompt]]:
-    """The prompts as ids; those that leave no room for the new tokens are skipped."""
+    """The prompts as ids; those that leave no room for the new tokens are skipped.
+
+    Raises:
+        InvalidInputError: the bundle has no chat template, and the prompts are not raw; or all prompts are skipped.
+    """
     tokenizer = decoder.tokenizer
     assert tokenizer is not None  # load() always gives one
     if not raw and tokenizer.chat_template is None:
         raise InvalidInputError("The bundle has no chat template; give --raw to continue the prompts as they are.")
-    context = min(model.max_length for model in (decoder.target, decoder.draft) if model is not None)
     kept, ids, skipped = [], [], []
     for prompt in prompts:
         text = prompt.text
@@ -194,7 +202,7 @@ def _encoded(
     return kept, ids, skipped
 
 
-def _check(decoder: SpeculativeDecoder, method: Method, plan: Plan, ids: list[int]) -> None:
+def check(decoder: SpeculativeDecoder, method: Method, plan: Plan, ids: list[int]) -> None:
     """Have the decoder check a method's arguments; nothing runs before a generation's first step."""
     if method.num_draft_tokens and method.drafter is None and decoder.draft is None:
         raise InvalidInputError(
