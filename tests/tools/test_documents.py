@@ -6,6 +6,7 @@ import importlib
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from paceline_tools.cli import COMMANDS
 
 from .conftest import ROOT, environment
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "Makefile")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "models/serving.md", "Makefile")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
@@ -94,6 +95,17 @@ def test_the_tree_of_the_readme_names_every_file() -> None:
         if path.suffix in (".py", ".sh")
     }
     assert listed == files
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    (unit,) = re.findall(r"^```ini\n(.*?)^```", (ROOT / "models/serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "paceline.service"
+    file.write_text(unit.replace("/opt/paceline/bin/paceline", sys.executable))  # it looks whether that exists
+    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if "paceline.service" in line]
+    assert ours == []
 
 
 def test_make_targets_that_a_document_names_exist() -> None:
