@@ -2,9 +2,9 @@
 
     PYTHONPATH=runtime:export:tools python tests/server/measure_batching.py BUNDLE [--which draft] [--length 128]
 
-The graphs of the flavour ort take several texts with one row each, those of the flavour trt any number of rows. Runs are
-interleaved; medians are printed. Caches are updated in place. Weights, not what they say, decide the time: the ids are
-any.
+The graphs of the flavour ort take several texts with one row each, those of the flavour trt any number of rows. Runs
+are interleaved; medians are printed. Caches are updated in place. Weights, not what they say, decide the time: the ids
+are any.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     model = OrtModel.open(Bundle.open(options.bundle), options.which)
     all_rows = (1,) if model.entry.flavor == "ort" else (1, 3)
-    passes = {
-        (texts, rows): Pass(model, texts, rows, options.length) for rows in all_rows for texts in (1, 2, 4, 8)
-    }
+    passes = {(texts, rows): Pass(model, texts, rows, options.length) for rows in all_rows for texts in (1, 2, 4, 8)}
     times: dict[tuple[int, int], list[float]] = {shape: [] for shape in passes}
     for repeat in range(options.repeats + 2):
         for shape, one in passes.items():

@@ -1,7 +1,7 @@
 """Clients that people have, unchanged: LangChain's chat model, and lm-eval's likelihoods. Both are heavy to install.
 
-    pip install langchain-openai 'lm-eval[api]'
-    pytest -m slow tests/server/test_clients.py
+pip install langchain-openai 'lm-eval[api]'
+pytest -m slow tests/server/test_clients.py
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def test_langchain_calls_tools_and_reads_structures(decoder: SpeculativeDecoder)
         assert model.invoke("Where?") == {"city": "Rome"}
 
 
-def test_lm_eval_finds_the_librarys_likelihoods(
-    server: Running, decoder: SpeculativeDecoder, tmp_path: Path
-) -> None:
+def test_lm_eval_finds_the_librarys_likelihoods(server: Running, decoder: SpeculativeDecoder, tmp_path: Path) -> None:
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason="pip install 'lm-eval[api]'")
     from lm_eval.api.instance import Instance
     from tiny import tiny_tokenizer

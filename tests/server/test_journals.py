@@ -58,7 +58,12 @@ def test_a_line_for_each_request(
     chat, text, refused, locked = (lines[one] for one in ids)
     assert (chat["status"], chat["endpoint"], chat["model"], chat["level"]) == (200, "chat", MODEL, "info")
     assert (chat["texts"], chat["completion_tokens"], chat["stream"]) == (2, 10, False)
-    assert (text["status"], text["endpoint"], text["completion_tokens"], text["stream"]) == (200, "completions", 3, True)
+    assert (text["status"], text["endpoint"], text["completion_tokens"], text["stream"]) == (
+        200,
+        "completions",
+        3,
+        True,
+    )
     assert text["prompt_tokens"] == len(SECRET)
     assert text["finish_reasons"] in (["length"], ["stop"])
     assert 0 < text["first_token_s"] <= text["duration_s"]

@@ -86,9 +86,7 @@ def test_lines_that_go_on_and_messages_that_begin_with_a_slash(server: Running, 
 
 
 @pytest.mark.parametrize("kind", ["server", "bundle"])
-def test_accepted_tokens_are_shown(
-    server: Running, decoder: SpeculativeDecoder, chat_bundle: Path, kind: str
-) -> None:
+def test_accepted_tokens_are_shown(server: Running, decoder: SpeculativeDecoder, chat_bundle: Path, kind: str) -> None:
     from paceline import SamplingParams
 
     where = server.url if kind == "server" else chat_bundle

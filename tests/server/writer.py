@@ -36,8 +36,6 @@ def writing(decoder: SpeculativeDecoder, template: str, answer: str, *, draft: s
     """A decoder with the tiny pair's tokenizer, this template, and a target that writes this answer."""
     assert decoder.tokenizer is not None
     tokenizer = Tokenizer(decoder.tokenizer._backend, decoder.tokenizer._entry, template)
-    models = [
-        None if text is None else Writer(tokenizer, decoder.vocab_size, text) for text in (answer, draft)
-    ]
+    models = [None if text is None else Writer(tokenizer, decoder.vocab_size, text) for text in (answer, draft)]
     assert models[0] is not None
     return SpeculativeDecoder(models[0], models[1], tokenizer, decoder.vocab_size, decoder.eos_token_ids)

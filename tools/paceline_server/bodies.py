@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from paceline.errors import shown
+
 from .api_error import ApiError
 from .strict import Strict
 from .tool_bodies import NamedTool, Tool, ToolCall
@@ -58,7 +60,7 @@ class SamplingBody(Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -93,7 +95,7 @@ class CompletionBody(SamplingBody):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -156,8 +158,8 @@ class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -209,5 +211,6 @@ def _named(error: ValidationError) -> ApiError:
         return ApiError(400, f"Unknown field {path:.200}.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"The field {path:.200} is missing.", param=param, code="missing_required_parameter")
-    given = f"{first['input']!r:.80}"
-    return ApiError(400, f"{path:.200}: {first['msg']}, got {given}.", param=param, code="invalid_value")
+    return ApiError(
+        400, f"{path:.200}: {first['msg']:.300}, got {shown(first['input']):.80}.", param=param, code="invalid_value"
+    )

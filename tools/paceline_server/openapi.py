@@ -68,9 +68,7 @@ def _post(
     }
 
 
-def _get(
-    summary: str, schema: dict[str, Any], needs_key: bool, more: dict[int, str] | None = None
-) -> dict[str, Any]:
+def _get(summary: str, schema: dict[str, Any], needs_key: bool, more: dict[int, str] | None = None) -> dict[str, Any]:
     answer = {"application/json": {"schema": {"type": "object", **schema}}}
     operation = _operation(summary, answer, needs_key, {})
     for status, text in (more or {}).items():

@@ -52,9 +52,7 @@ _FOR_BUNDLES = {"provider": "--provider", "threads": "--threads", "profile": "--
 @click.option(
     "--max-new-tokens", metavar="N", type=click.IntRange(1), default=1024, show_default=True, help="Longest answer."
 )
-@click.option(
-    "--draft-tokens", metavar="K|auto", type=DRAFT_TOKENS, help="Tokens to draft per round.  [default: auto]"
-)
+@click.option("--draft-tokens", metavar="K|auto", type=DRAFT_TOKENS, help="Tokens to draft per round.  [default: auto]")
 @click.option(
     "--show-accepted", is_flag=True,
     help="Mark what the draft had proposed, in green or ⟦brackets⟧, and count it behind each answer.",
