@@ -85,7 +85,9 @@ def wrong_type(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def huge(rng: random.Random, body: dict[str, Any]) -> bytes:
-    long = rng.choice(("x" * 100_000, [1] * 20_000, {str(one): 1 for one in range(5000)}, int("9" * 4000), [{}] * 9000))
+    long: Any = rng.choice(
+        ("x" * 100_000, [1] * 20_000, {str(one): 1 for one in range(5000)}, int("9" * 4000), [{}] * 9000)
+    )
     data = json.dumps(body | {rng.choice([*body, "user", "what"]): "LONG"})
     text = str(long) if isinstance(long, int) else json.dumps(long)
     return data.replace('"LONG"', text).encode()

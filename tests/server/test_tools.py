@@ -153,7 +153,7 @@ def test_tools_and_earlier_calls_reach_the_template(decoder: SpeculativeDecoder)
     ]
     with chat(writer) as (_, client):
         for tools in (TOOLS, None):
-            more = {"tools": tools} if tools else {}
+            more: dict[str, Any] = {"tools": tools} if tools else {}
             answer = client.chat.completions.create(model=MODEL, messages=messages, **more)
             assert answer.choices[0].message.content == "Rain."
             assert answer.usage is not None

@@ -60,7 +60,7 @@ class Endpoint:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = message | {"headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
             await send(message)
 
         work = asyncio.create_task(self._answer(request, record, scope, receive, send_named))

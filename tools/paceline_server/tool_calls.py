@@ -173,7 +173,8 @@ class CallReader:
         if not self._names:
             return text, []
         self._held += text
-        content, calls = "", []
+        content = ""
+        calls: list[Call] = []
         while True:
             if not self._inside:
                 content += self._outside()

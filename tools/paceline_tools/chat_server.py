@@ -86,7 +86,8 @@ class ServerPartner:
         if not self._usage:
             return "[no figures: the answer was stopped]"
         names = ("completion_tokens", "proposed", "accepted", "rounds")
-        return figures_text(*(int(self._usage.get(name) or 0) for name in names), seconds)
+        tokens, proposed, accepted, rounds = (int(self._usage.get(name) or 0) for name in names)
+        return figures_text(tokens, proposed, accepted, rounds, seconds)
 
     def _models(self) -> list[str]:
         connection, response = self._send("GET", "/models", None)
