@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ def running(
     keys: ApiKeys | None = None,
     limits: Limits = Limits(),  # noqa: B008 - frozen
     journals: Sequence[Journal] = (),
+    send_buffer: int | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
     served = Served(decoder, AsyncEngine(**engine), MODEL, limits)
@@ -66,6 +68,8 @@ def running(
     )  # fmt: skip
     server = uvicorn.Server(config)
     with Address(port=0).bind() as listening:
+        if send_buffer is not None:  # of every connection, in bytes
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
         thread.start()
         try:

@@ -59,7 +59,8 @@ def _post(
         "required": ["id", "object", "created", "model", "choices", "usage"],
         "properties": {"object": {"const": kind}, "choices": {"type": "array"}, "usage": {"type": "object"}},
     }
-    content = {"application/json": {"schema": answer}, "text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+    content = {"application/json": {"schema": answer}, "text/event-stream": {"schema": event}}
     return _operation(f"{body.__doc__}", content, needs_key, _ERRORS) | {
         "requestBody": {
             "required": True,

@@ -183,7 +183,7 @@ class _Talk:
                     answer.append(piece.text)
                     self._write(piece)
         except KeyboardInterrupt:
-            if not self._is_terminal and not answer:
+            if not self._is_terminal:
                 raise
             click.echo(" (stopped)", err=True, nl=False)
         except (PacelineError, click.ClickException, OSError) as error:
