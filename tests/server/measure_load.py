@@ -73,7 +73,7 @@ class Server:
     def start(self) -> float:
         """Start it; returns the seconds until it listens."""
         started = time.perf_counter()
-        options = ["--model-name", MODEL, "--port", str(self.port), "--prefix-cache", "0.01"]
+        options = ["--model-name", MODEL, "--port", str(self.port), "--prefix-cache", "0.01", "--timeout", "3600"]
         command = [sys.executable, "-m", "paceline_tools", "serve", self._bundle, *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
@@ -255,7 +255,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
     """All figures, and what has to hold."""
     texts = library_texts(options.bundle, 16, options.tokens)
     server = Server(options.bundle)
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
         try:
             seconds = 60 * options.minutes
             seen, memory = await crowd(server, client, texts, options.tokens, options.clients, seconds)
