@@ -34,6 +34,7 @@ class Step:
         num_accepted: how many of them stood, before any stop cut them.
         finish_reason: None while the text goes on; "stop" or "length" in the last step.
         logprobs: one entry for each of `token_ids` where they were asked for.
+        num_forced: tokens in front of the accepted ones that a constraint left no choice about.
     """
 
     token_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Step:
     num_accepted: int
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_forced: int = 0
 
 
 class Generation(Iterator[Step]):
@@ -233,4 +235,12 @@ class Generation(Iterator[Step]):
         self._finish_reason = cut.finish_reason
         logprobs = None if played.logprobs is None else played.logprobs[: len(cut.token_ids)]
         self._logprobs += logprobs or ()
-        return Step(cut.token_ids, cut.text, played.num_proposed, played.num_accepted, cut.finish_reason, logprobs)
+        return Step(
+            cut.token_ids,
+            cut.text,
+            played.num_proposed,
+            played.num_accepted,
+            cut.finish_reason,
+            logprobs,
+            played.num_forced,
+        )

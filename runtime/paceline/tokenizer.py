@@ -120,11 +120,15 @@ class Tokenizer:
         # A decoder of SentencePiece's drops the space that a text begins with.
         return (" " + text if piece.startswith("▁") and not text.startswith(" ") else text).encode()
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """Render messages with the chat template, up to where the assistant answers.
 
         Args:
             messages: mappings with at least `role` and `content`.
+            tools: functions that the assistant may call, as OpenAI's API describes them. A template that knows nothing
+                of tools leaves them out.
 
         Raises:
             InvalidInputError: the bundle has no template, no message is given, or the template refuses them.
@@ -145,14 +149,20 @@ class Tokenizer:
         }
         try:
             return _template(self.chat_template).render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
             )
         except Exception as error:  # the template is foreign code
             raise InvalidInputError(f"The chat template refused the messages: {error}") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of `chat_prompt(messages)`. The template writes the special tokens, so none are added."""
-        return self.encode(self.chat_prompt(messages), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of `chat_prompt`. The template writes the special tokens, so none are added."""
+        return self.encode(self.chat_prompt(messages, tools=tools), add_special_tokens=False)
 
     def _text_of(self, token_id: int | None) -> str:
         return "" if token_id is None else (self._backend.id_to_token(token_id) or "")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import paceline
 from paceline import AsyncEngine, SpeculativeDecoder
 from paceline_server import Limits, Served, create_app
 from paceline_server.keys import ApiKeys
+from paceline_server.record import Journal
 from paceline_server.server import Address
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -41,9 +43,12 @@ class Running:
             return client.get(f"{self.url}{path}", **options)
 
     def wait_until_idle(self) -> None:
+        self.wait_for(lambda: not ((stats := self.served.engine.stats).running or stats.waiting))
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
         until = time.monotonic() + 30
-        while (stats := self.served.engine.stats).running or stats.waiting:
-            assert time.monotonic() < until, stats
+        while not is_so():
+            assert time.monotonic() < until, self.served.engine.stats
             time.sleep(0.01)
 
 
@@ -52,15 +57,19 @@ def running(
     decoder: SpeculativeDecoder,
     keys: ApiKeys | None = None,
     limits: Limits = Limits(),  # noqa: B008 - frozen
+    journals: Sequence[Journal] = (),
+    send_buffer: int | None = None,
     **engine: Any,
 ) -> Iterator[Running]:
     served = Served(decoder, AsyncEngine(**engine), MODEL, limits)
     config = uvicorn.Config(
-        create_app(served, keys), lifespan="off", log_config=None, ws="none", http="h11", loop="asyncio",
+        create_app(served, keys, journals), lifespan="off", log_config=None, ws="none", http="h11", loop="asyncio",
         timeout_graceful_shutdown=5,
     )  # fmt: skip
     server = uvicorn.Server(config)
     with Address(port=0).bind() as listening:
+        if send_buffer is not None:  # of every connection, in bytes
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
         thread.start()
         try:

@@ -124,9 +124,9 @@ def test_clients_that_vanish_leave_nothing_behind(slow: SpeculativeDecoder) -> N
 
 
 def test_a_client_that_does_not_read_is_dropped(slow: SpeculativeDecoder) -> None:
-    with running(slow, limits=Limits(client_s=0.3)) as server:
+    with running(slow, limits=Limits(client_s=0.3), send_buffer=4096) as server:
         gate(slow).gate.set()
-        with open_stream(server, max_tokens=4000, logprobs=20):  # megabytes, more than the buffers between hold
+        with open_stream(server, max_tokens=4000, logprobs=20):  # soon more than the buffers between hold
             until = time.monotonic() + 30
             while 'status="499"} 1.0' not in server.get("/metrics").text:
                 assert time.monotonic() < until

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from paceline_tools.cli import COMMANDS
 
 from .conftest import ROOT, environment
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "Makefile")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "models/serving.md", "Makefile")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
@@ -94,6 +97,33 @@ def test_the_tree_of_the_readme_names_every_file() -> None:
         if path.suffix in (".py", ".sh")
     }
     assert listed == files
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    (unit,) = re.findall(r"^```ini\n(.*?)^```", (ROOT / "models/serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "paceline.service"
+    file.write_text(unit.replace("/opt/paceline/bin/paceline", sys.executable))  # it looks whether that exists
+    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if "paceline.service" in line]
+    assert ours == []
+
+
+def test_the_containerfile_starts_what_there_is() -> None:
+    (block,) = re.findall(r"^```dockerfile\n(.*?)^```", (ROOT / "models/serving.md").read_text(), re.M | re.S)
+    lines = [line.split(" ", 1) for line in block.splitlines()]
+    assert {name for name, _ in lines} <= {
+        "FROM", "COPY", "RUN", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT",
+    }  # fmt: skip
+    given = dict(lines)
+    program, name, *words = json.loads(given["ENTRYPOINT"])
+    assert (program, name) == ("paceline", "serve")
+    assert {word for word in words if word.startswith("-")} <= options_of("serve")
+    assert json.loads(given["HEALTHCHECK"].partition("CMD ")[2])[0] == "python"
+    (extras,) = re.findall(r"/src\[(.*?)\]", given["RUN"] + block)[:1]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= set(known)
 
 
 def test_make_targets_that_a_document_names_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -97,6 +98,31 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
         assert ask() == before
 
 
+def test_a_connection_too_many_is_503(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle, "--max-connections", 2) as (_, url):
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+            until = time.monotonic() + 30
+            while httpx2.get(f"{url}/health").status_code != 503:  # the server may not have seen both of them yet
+                assert time.monotonic() < until
+        while httpx2.get(f"{url}/health").status_code != 200:
+            assert time.monotonic() < until
+
+
+def test_logs_as_json_lines(tiny_bundle: Path) -> None:
+    options = ("--model-name", "m", "--log-format", "json", "--log-prompts")
+    with serving(tiny_bundle, *options) as (process, url):
+        assert process.stderr is not None
+        for prompt in ("a secret", 5):
+            httpx2.post(f"{url}/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 2}, timeout=30)
+        good, bad = (json.loads(process.stderr.readline()) for _ in range(2))
+        assert (good["status"], good["completion_tokens"], good["logger"]) == (200, 2, "paceline_server.requests")
+        assert "a secret" in good["request"]
+        assert (bad["status"], bad["error"]) == (400, "invalid_value")
+        process.send_signal(signal.SIGHUP)
+        assert "loaded anew" in json.loads(process.stderr.readline())["message"]
+
+
 def _keys(folder: Path) -> Path:
     (folder / "keys").write_text("key\n")
     return folder / "keys"
@@ -111,6 +137,7 @@ def _keys(folder: Path) -> Path:
         (["--tls-cert", __file__], 2, "certificate and its key"),
         (["--tls-cert", __file__, "--tls-key", __file__], 2, "must be PEM"),
         (["--max-running", "0"], 2, "max-running"),
+        (["--log-prompts"], 2, "--log-format json"),
     ],
 )
 def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: str) -> None:

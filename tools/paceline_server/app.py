@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,19 +13,22 @@ from starlette.routing import Route
 from .api_error import ApiError
 from .chat import Chat
 from .completions import Completions
-from .endpoint import Endpoint
+from .endpoint import Endpoint, Handler
 from .keys import ApiKeys
 from .metrics import Metrics
 from .models import check_model, model_shape
+from .openapi import description
+from .record import Journal
 from .served import Served
 
 __all__ = ["create_app"]
 
 
-def create_app(served: Served, keys: ApiKeys | None = None) -> Starlette:
+def create_app(served: Served, keys: ApiKeys | None = None, journals: Sequence[Journal] = ()) -> Starlette:
     """An application over `served`; its owner closes the engine.
 
-    With keys, all below `/v1` asks for one. `/health`, `/ready` and `/metrics` never do.
+    With keys, all below `/v1` asks for one. `/health`, `/ready`, `/metrics` and `/openapi.json` never do. Journals are
+    told of every completion and chat.
     """
     keys = keys or ApiKeys()
     metrics = Metrics(served)
@@ -50,8 +53,11 @@ def create_app(served: Served, keys: ApiKeys | None = None) -> Starlette:
     async def metrics_text(request: Request) -> Response:
         return PlainTextResponse(metrics.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    def post(path: str, endpoint: Endpoint) -> Route:
-        return Route(path, endpoint, methods=["POST"])
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(description(served, needs_key=bool(keys)))
+
+    def post(path: str, name: str, handler: Handler) -> Route:
+        return Route(path, Endpoint(name, handler, served, keys, metrics, journals), methods=["POST"])
 
     def get(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, answer, methods=["GET"])
@@ -60,11 +66,12 @@ def create_app(served: Served, keys: ApiKeys | None = None) -> Starlette:
         routes=[
             get("/v1/models", models),
             get("/v1/models/{name:path}", model),
-            post("/v1/completions", Endpoint("completions", Completions(served, metrics), served, keys, metrics)),
-            post("/v1/chat/completions", Endpoint("chat", Chat(served, metrics), served, keys, metrics)),
+            post("/v1/completions", "completions", Completions(served, metrics)),
+            post("/v1/chat/completions", "chat", Chat(served, metrics)),
             get("/health", health),
             get("/ready", ready),
             get("/metrics", metrics_text),
+            get("/openapi.json", openapi),
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _answer},
     )

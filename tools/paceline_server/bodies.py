@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from paceline.errors import shown
+
 from .api_error import ApiError
+from .strict import Strict
+from .tool_bodies import NamedTool, Tool, ToolCall
 
 __all__ = ["ChatBody", "CompletionBody", "Message", "SamplingBody", "read_body"]
 
@@ -24,14 +28,11 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": (None, "none"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, True, False),  # says nothing without tools
         "prediction": (None,),
         "reasoning_effort": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "suffix": (None, ""),
-        "tool_choice": (None, "none", "auto"),
-        "tools": (None, []),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -43,18 +44,15 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
-    """How to stream."""
+class StreamOptions(Strict):
+    """How to stream. `include_pieces` extends OpenAI's API: it tells which text the draft had proposed."""
 
     include_usage: bool | None = None
+    include_pieces: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class SamplingBody(_Strict):
+class SamplingBody(Strict):
     """What both endpoints share. `top_k` and what follows it extend OpenAI's API."""
 
     model: str
@@ -62,7 +60,7 @@ class SamplingBody(_Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -82,6 +80,11 @@ class SamplingBody(_Strict):
     verification: Literal["token", "block"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
+    @property
+    def wants_pieces(self) -> bool:
+        """Whether a stream tells what the draft had proposed."""
+        return bool(self.stream_options and self.stream_options.include_pieces)
+
 
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
@@ -92,35 +95,50 @@ class CompletionBody(SamplingBody):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a message; only text can be read."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it, which know nothing of parts and developers."""
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it, which know nothing of parts and developers.
+
+        Raises:
+            ApiError: calls that are not the assistant's, or whose arguments are no JSON object.
+        """
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        named = {"name": self.name} if self.name else {}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text, **named}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name))}
+        if self.tool_calls:
+            if self.role != "assistant":
+                raise ApiError(
+                    400,
+                    f"messages: only the assistant calls tools, but a message of the {self.role} has tool_calls.",
+                    param="messages",
+                    code="invalid_value",
+                )
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """A schema that the text has to fit."""
 
     name: str | None = None
@@ -129,7 +147,7 @@ class JsonSchema(_Strict):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What the text has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -140,11 +158,14 @@ class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 _Body = TypeVar("_Body", bound=SamplingBody)
@@ -190,5 +211,6 @@ def _named(error: ValidationError) -> ApiError:
         return ApiError(400, f"Unknown field {path:.200}.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"The field {path:.200} is missing.", param=param, code="missing_required_parameter")
-    given = f"{first['input']!r:.80}"
-    return ApiError(400, f"{path:.200}: {first['msg']}, got {given}.", param=param, code="invalid_value")
+    return ApiError(
+        400, f"{path:.200}: {first['msg']:.300}, got {shown(first['input']):.80}.", param=param, code="invalid_value"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,16 +16,20 @@ from paceline import Generation
 from paceline.constraint import Constraint
 from paceline.grammar import GrammarConstraint
 from paceline.logprobs import TokenLogprobs
+from paceline.pieces import TextPieces
 
 from .api_error import ApiError
 from .bodies import ChatBody, read_body
 from .endpoint import prepared
-from .event_stream import EventStream
+from .event_stream import EventStream, pieces_field
 from .logprob_shapes import chat_logprobs, entries_of
 from .metrics import Metrics
 from .models import check_model
+from .record import RequestRecord
 from .served import Served
 from .texts import Texts, generations, token_limit
+from .tool_bodies import Tool
+from .tool_calls import CLOSE, CallReader, callable_tools, chat_prompt, tool_constraint
 
 __all__ = ["Chat"]
 
@@ -37,14 +41,14 @@ class Chat:
         self._served = served
         self._metrics = metrics
 
-    async def __call__(self, data: bytes) -> ASGIApp:
+    async def __call__(self, data: bytes, record: RequestRecord) -> ASGIApp:
         """Answer one request; see `Handler`."""
         served = replace(self._served)  # so that another bundle does not come between
         body, works = await prepared(partial(_prepare, served), data)
-        texts = Texts(served, self._metrics, works, body.timeout)
+        texts = Texts(served, self._metrics, works, body, record)
         answer = _Answer(served, body, texts)
         if body.stream:
-            return EventStream(answer.chunks(), texts, served.limits.client_s)
+            return EventStream(answer.chunks(), texts, served.limits.client_s, record)
         with texts:
             return JSONResponse(await answer.whole())
 
@@ -54,7 +58,8 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
     check_model(served, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs", code="invalid_value")
-    prompt = served.tokenizer.encode_chat([message.for_template() for message in body.messages])
+    tools = callable_tools(body)
+    prompt = served.tokenizer.encode(chat_prompt(served.tokenizer, body, tools), add_special_tokens=False)
     asked, name = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, name = body.max_tokens, "max_tokens"
@@ -69,12 +74,16 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
         [prompt],
         max_new_tokens=token_limit(served, asked, room, name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraints=[_constraint(served, body) for _ in range(min(body.n or 1, served.limits.choices))],
+        constraints=[_constraint(served, body, tools) for _ in range(min(body.n or 1, served.limits.choices))],
+        # Behind a first call there shall be no second one.
+        more_stops=(CLOSE,) if tools and body.parallel_tool_calls is False else (),
     )
     return body, works
 
 
-def _constraint(served: Served, body: ChatBody) -> Constraint | None:
+def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constraint | None:
+    if tools:
+        return tool_constraint(served.tokenizer, body, tools)
     asked = body.response_format
     if asked is None or asked.type == "text":
         return None
@@ -97,6 +106,9 @@ class _Answer:
         self._body = body
         self._texts = texts
         self._tokenizer = served.tokenizer
+        names = frozenset(tool.function.name for tool in callable_tools(body))
+        self._readers = [CallReader(names) for _ in texts.works]
+        self._pieces = [TextPieces(self._tokenizer) for _ in texts.works] if body.wants_pieces else None
         self._end_token_ids = frozenset((*served.decoder.eos_token_ids, *(body.stop_token_ids or ())))
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -112,13 +124,23 @@ class _Answer:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": work.text, "refusal": None},
+                "message": self._message(index, work.text),
                 "logprobs": self._logprobs(logprobs[index]),
-                "finish_reason": work.finish_reason,
+                "finish_reason": self._finish_reason(index, work.finish_reason),
             }
             for index, work in enumerate(self._texts.works)
         ]
-        return self._object("chat.completion", choices) | {"usage": self._texts.usage(len(choices))}
+        return self._object("chat.completion", choices) | {"usage": self._texts.usage()}
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        reader = self._readers[index]
+        content, calls = reader.push(text)
+        rest, more = reader.end()
+        content, calls = content + rest, calls + more
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [call.as_dict() for call in calls]}
+        return message
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The objects of a stream."""
@@ -128,12 +150,24 @@ class _Answer:
                 begun.add(index)
                 yield self._chunk(index, {"role": "assistant", "content": ""})
             entries = entries_of(step, self._end_token_ids)
-            if step.text or entries:
-                yield self._chunk(index, {"content": step.text}, self._logprobs(entries))
+            pieces = self._pieces[index].split(step) if self._pieces else None
+            reader = self._readers[index]
+            before = reader.num_calls
+            content, calls = reader.push(step.text)
             if step.finish_reason is not None:
-                yield self._chunk(index, {}, finish_reason=step.finish_reason)
+                rest, more = reader.end()
+                content, calls = content + rest, calls + more
+            if content or entries:
+                yield self._chunk(index, {"content": content}, self._logprobs(entries), **pieces_field(pieces))
+            for number, call in enumerate(calls, before):
+                yield self._chunk(index, {"tool_calls": [{"index": number, **call.as_dict()}]})
+            if step.finish_reason is not None:
+                yield self._chunk(index, {}, finish_reason=self._finish_reason(index, step.finish_reason))
         if self._wants_usage:
-            yield self._object("chat.completion.chunk", []) | {"usage": self._texts.usage(len(self._texts.works))}
+            yield self._object("chat.completion.chunk", []) | {"usage": self._texts.usage()}
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._readers[index].num_calls else reason
 
     @property
     def _wants_usage(self) -> bool:
@@ -148,8 +182,9 @@ class _Answer:
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
+        **more_fields: Any,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more_fields}
         chunk = self._object("chat.completion.chunk", [choice])
         return chunk | {"usage": None} if self._wants_usage else chunk
 

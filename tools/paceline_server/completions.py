@@ -14,15 +14,17 @@ from starlette.types import ASGIApp
 
 from paceline import Generation
 from paceline.logprobs import TokenLogprobs
+from paceline.pieces import TextPieces
 from paceline.scoring import Scoring
 
 from .api_error import ApiError
 from .bodies import CompletionBody, read_body
 from .endpoint import prepared
-from .event_stream import EventStream
+from .event_stream import EventStream, pieces_field
 from .logprob_shapes import CompletionLogprobs, entries_of
 from .metrics import Metrics
 from .models import check_model
+from .record import RequestRecord
 from .served import Served
 from .texts import Texts, generations, token_limit
 
@@ -38,16 +40,16 @@ class Completions:
         self._served = served
         self._metrics = metrics
 
-    async def __call__(self, data: bytes) -> ASGIApp:
+    async def __call__(self, data: bytes, record: RequestRecord) -> ASGIApp:
         """Answer one request; see `Handler`."""
         served = replace(self._served)  # so that another bundle does not come between
         body, prompts, works = await prepared(partial(_prepare, served), data)
         answer = _Answer(served, body, prompts)
         if body.echo and body.logprobs is not None:
             answer.scores = [await _score(served, ids, body) for ids in prompts]
-        texts = Texts(served, self._metrics, works, body.timeout)
+        texts = Texts(served, self._metrics, works, body, record)
         if body.stream:
-            return EventStream(answer.chunks(texts), texts, served.limits.client_s)
+            return EventStream(answer.chunks(texts), texts, served.limits.client_s, record)
         with texts:
             return JSONResponse(await answer.whole(texts))
 
@@ -135,6 +137,7 @@ class _Answer:
     async def chunks(self, texts: Texts) -> AsyncGenerator[dict[str, Any], None]:
         """The objects of a stream."""
         shapes = [CompletionLogprobs(self._tokenizer) for _ in range(self._num_choices)]
+        splitters = [TextPieces(self._tokenizer) for _ in texts.works] if self._body.wants_pieces else None
         wants_logprobs = self._body.logprobs is not None
         if self._body.echo:
             for index, shape in enumerate(shapes):
@@ -143,9 +146,10 @@ class _Answer:
                 yield self._chunk(index, echo, shape.shape(before, first) if wants_logprobs else None, reason)
         async for index, step in texts.steps():
             entries = entries_of(step, self._end_token_ids)
+            pieces = splitters[index].split(step) if splitters else None
             if step.text or entries or step.finish_reason is not None:
                 logprobs = shapes[index].shape(entries) if wants_logprobs else None
-                yield self._chunk(index, step.text, logprobs, step.finish_reason)
+                yield self._chunk(index, step.text, logprobs, step.finish_reason, **pieces_field(pieces))
         if self._wants_usage:
             yield {**self._head, "choices": [], "usage": self._usage(texts)}
 
@@ -167,13 +171,18 @@ class _Answer:
 
     def _usage(self, texts: Texts) -> dict[str, Any]:
         if texts.works:
-            return texts.usage(self._n)
+            return texts.usage()
         prompt_tokens = sum(map(len, self._prompts))
         return {"prompt_tokens": prompt_tokens, "completion_tokens": 0, "total_tokens": prompt_tokens}
 
     def _chunk(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        **more_fields: Any,
     ) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **more_fields}
         chunk = {**self._head, "choices": [choice]}
         return chunk | {"usage": None} if self._wants_usage else chunk

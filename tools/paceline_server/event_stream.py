@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from .api_error import ApiError, api_error
+from paceline.pieces import Piece
 
-__all__ = ["EventStream"]
+from .api_error import ApiError, api_error
+from .record import RequestRecord
+
+__all__ = ["EventStream", "pieces_field"]
 
 _log = logging.getLogger(__name__)
 _HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -28,12 +31,17 @@ class EventStream:
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any], None], work: AbstractContextManager[object], client_s: float
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        work: AbstractContextManager[object],
+        client_s: float,
+        record: RequestRecord,
     ) -> None:
-        """Send `chunks`, inside of `work`, which ends what makes them."""
+        """Send `chunks`, inside of `work`, which ends what makes them; `record` is told of an error in the middle."""
         self._chunks = chunks
         self._work = work
         self._client_s = client_s
+        self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it.
@@ -60,5 +68,11 @@ class EventStream:
                     if answer is None:
                         _log.exception("A stream failed.")
                         answer = ApiError(500, "The server failed on this request.", code="internal_error")
+                    self._record.error = answer.code
                     await event(json.dumps(answer.as_dict()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def pieces_field(pieces: Sequence[Piece] | None) -> dict[str, Any]:
+    """What a choice of a stream says more where pieces are wanted: which text the draft had proposed."""
+    return {} if pieces is None else {"pieces": [piece._asdict() for piece in pieces]}

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from paceline.errors import InvalidInputError, PacelineError
 
 from .app import create_app
 from .keys import ApiKeys
+from .record import Journal
 from .served import Served
 
 __all__ = ["Address", "serve"]
@@ -88,6 +89,7 @@ def serve(
     *,
     load: Callable[[], SpeculativeDecoder],
     on_start: Callable[[str], None],
+    journals: Sequence[Journal] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let running texts end; a second SIGINT does not wait for them.
 
@@ -97,6 +99,7 @@ def serve(
         keys: whom to serve.
         load: makes a decoder anew, on SIGHUP. What it raises is logged, and the old one goes on.
         on_start: called with the URL once the port answers.
+        journals: told of every request.
 
     Raises:
         InvalidInputError: the certificate cannot be used.
@@ -107,7 +110,7 @@ def serve(
         # Connections inherit it: one whose client has gone without a word, or does not read, is closed by the system.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * served.limits.client_s) or 1)
         config = uvicorn.Config(
-            create_app(served, keys),
+            create_app(served, keys, journals),
             loop="asyncio",
             http="h11",
             ws="none",

@@ -16,6 +16,7 @@ from paceline.errors import ContextLengthError
 from .api_error import ApiError
 from .bodies import SamplingBody
 from .metrics import Metrics
+from .record import RequestRecord
 from .served import Served
 
 __all__ = ["Texts", "generations", "token_limit"]
@@ -43,8 +44,11 @@ def generations(
     max_new_tokens: int,
     logprobs: int | None,
     constraints: Sequence[Constraint | None] = (None,),
+    more_stops: tuple[str, ...] = (),
 ) -> list[Generation]:
     """Start `n` generations for each prompt; nothing runs yet.
+
+    `more_stops` are stop strings besides the request's own.
 
     A request with a seed takes nothing from the prefix cache, whose keys and values may differ in their last bits, so
     that its text does not depend on what was asked before.
@@ -69,7 +73,7 @@ def generations(
             )
     decoder = served.decoder if body.seed is None else replace(served.decoder, prefixes=None)
     sampling = _sampling(body)
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop = (*((body.stop,) if isinstance(body.stop, str) else body.stop or ()), *more_stops)
     options: dict[str, Any] = {} if body.verification is None else {"verification": body.verification}
     return [
         decoder.generate(
@@ -123,19 +127,31 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
 
 
 class Texts:
-    """Generations on their way; leaving the `with` block ends them."""
+    """Generations on their way; leaving the `with` block ends them.
 
-    def __init__(self, served: Served, metrics: Metrics, works: list[Generation], timeout_s: float | None) -> None:
-        """Queue them.
+    Attributes:
+        works: the generations, those of one prompt beside each other.
+        num_choices: how many there are of each prompt.
+        first_token: of `time.monotonic()`: when the first token of any of them came; None until then.
+    """
+
+    def __init__(
+        self, served: Served, metrics: Metrics, works: list[Generation], body: SamplingBody, record: RequestRecord
+    ) -> None:
+        """Queue them, and let `record` know of them.
 
         Raises:
             OverloadError: the queue is full; and whatever else `AsyncEngine.run` raises.
         """
         self.works = works
+        self.num_choices = body.n or 1
+        self.first_token: float | None = None
         self._metrics = metrics
         most = served.limits.timeout_s
         self._started = time.monotonic()
-        self._streams = served.engine.run_all(works, timeout_s=min(timeout_s or most, most))
+        self._streams = served.engine.run_all(works, timeout_s=min(body.timeout or most, most))
+        record.stream = bool(body.stream)
+        record.texts = self
 
     def __enter__(self) -> Self:
         return self
@@ -181,15 +197,17 @@ class Texts:
 
     def _observe(self, step: Step, before: list[float], index: int) -> None:
         now = time.monotonic()
+        if self.first_token is None:
+            self.first_token = now
         if before[index] == self._started:
             self._metrics.first_token_s.observe(now - before[index])
         elif step.token_ids:
             self._metrics.inter_token_s.observe((now - before[index]) / len(step.token_ids))
         before[index] = now
 
-    def usage(self, n: int) -> dict[str, Any]:
-        """Tokens of all texts, and how drafting went; of `n` texts with one prompt, the prompt counts once."""
-        stats = [work.stats for work in self.works]
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all texts, and how drafting went; a prompt of several texts counts once."""
+        n, stats = self.num_choices, [work.stats for work in self.works]
         prompt_tokens = sum(one.prompt_tokens for one in stats[::n])
         new_tokens = sum(one.new_tokens for one in stats)
         return {

@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "plan": Row("Say how many tokens to draft, from an acceptance rate and costs.", "tools"),
         "tune": Row("Measure this machine once, for plans of drafts.", "cpu,tools"),
         "generate": Row("Generate text with a bundle.", "cpu,tools"),
+        "chat": Row("Chat with a bundle or a server in the terminal.", "cpu,tools"),
         "serve": Row("Serve a bundle over HTTP, as OpenAI's API does.", "cpu,serve"),
         "info": Row("Show what is in a bundle.", "tools"),
         "verify": Row("Test that speculative sampling keeps the target's law.", "cpu,tools"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,16 @@ import click
 import paceline
 from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
+from paceline_server.logs import JsonFormatter, RequestLog
+from paceline_server.record import Journal
 from paceline_server.server import Address, serve
+from paceline_server.traces import Traces
 
 from .arguments import FOLDER, NumberRange, profile_option, provider_option, threads_option
 
 __all__ = ["command"]
 
+_log = logging.getLogger("paceline_server.start")
 _GIB = 1 << 30
 _KEYS_VARIABLE = "PACELINE_API_KEYS"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -83,6 +88,15 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     "--drain-timeout", metavar="S", type=click.IntRange(0), default=30, show_default=True,
     help="Seconds that running texts have to end in after SIGTERM.",
 )  # fmt: skip
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+    help="text: what goes wrong; json: JSON lines, with one for each request.",
+)  # fmt: skip
+@click.option("--log-prompts", is_flag=True, help="With --log-format json: what was asked and answered, too.")
+@click.option(
+    "--traces", "with_traces", is_flag=True,
+    help="Send OpenTelemetry traces to where OTEL_EXPORTER_OTLP_ENDPOINT says.",
+)  # fmt: skip
 @provider_option
 @threads_option
 @profile_option
@@ -106,6 +120,9 @@ def command(
     timeout: float,
     client_timeout: float,
     drain_timeout: int,
+    log_format: str,
+    log_prompts: bool,
+    with_traces: bool,
     provider: str,
     threads: int | None,
     profile: str,
@@ -115,6 +132,13 @@ def command(
     SIGTERM and Ctrl-C let running texts end, then exit with 0. SIGHUP loads DIR anew; running texts keep the old
     models.
     """
+    if log_prompts and log_format != "json":
+        raise click.UsageError("--log-prompts adds to the lines of --log-format json; give that too.")
+    traces = Traces.from_environment() if with_traces else None
+    journals: list[Journal] = [traces] if traces else []
+    if log_format == "json":
+        _log_json()
+        journals.append(RequestLog(with_text=log_prompts))
     keys = ApiKeys.read(api_keys, os.environ.get(_KEYS_VARIABLE))
     address = Address(host, port, tls_cert, tls_key, max_connections, drain_timeout)
     limits = Limits(
@@ -138,12 +162,32 @@ def command(
         max_running=max_running, max_waiting=max_waiting, kv_budget=max(1, int(kv_memory * _GIB))
     )
     if host not in _LOCAL and not keys:
-        click.echo(f"Warning: whoever reaches {host} is served; --api-keys would ask for a key.", err=True)
+        _say(f"Warning: whoever reaches {host} is served; --api-keys would ask for a key.", log_format)
     served = Served(decoder, engine, model_name or bundle.resolve().name, limits)
-    serve(
-        served,
-        address,
-        keys,
-        load=load,
-        on_start=lambda url: click.echo(f"{served.name} is served at {url}/v1; Ctrl-C ends it.", err=True),
-    )
+    try:
+        serve(
+            served,
+            address,
+            keys,
+            load=load,
+            on_start=lambda url: _say(f"{served.name} is served at {url}/v1; Ctrl-C ends it.", log_format),
+            journals=journals,
+        )
+    finally:
+        if traces:
+            traces.close()
+
+
+def _log_json() -> None:
+    """Write what is logged as JSON lines, the requests included."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter())
+    logging.getLogger("paceline_server").setLevel(logging.INFO)
+
+
+def _say(text: str, log_format: str) -> None:
+    """Tell the user something, in the form of the logs."""
+    if log_format == "json":
+        _log.info(text)
+    else:
+        click.echo(text, err=True)

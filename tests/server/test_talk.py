@@ -1,0 +1,229 @@
+"""`paceline chat`: with a server and with a bundle, as people and as pipes use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paceline import SpeculativeDecoder
+from paceline_server.keys import ApiKeys
+from paceline_tools.cli import cli
+
+from .conftest import MODEL, TEMPLATE, Running, running
+from .test_chat import library
+from .writer import Writer, writing
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--max-new-tokens", 20)
+
+
+def talk(lines: str, *args: object, **options: Any) -> Result:
+    return CliRunner().invoke(cli, ["chat", *map(str, args)], prog_name="paceline", input=lines, **options)
+
+
+@pytest.fixture(scope="module")
+def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    shutil.copytree(tiny_bundle, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def answers(decoder: SpeculativeDecoder, questions: list[str], system: str | None = None) -> list[str]:
+    """What a chat with seed 4 brings, by the library alone."""
+    from paceline import SamplingParams
+
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    found = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        sampling = SamplingParams(temperature=0.7, seed=4)
+        found.append(library(decoder, sampling, messages=list(messages), max_new_tokens=20).text)
+        messages.append({"role": "assistant", "content": found[-1]})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["server", "bundle"])
+def test_a_chat_goes_on_from_what_was_said(
+    server: Running, decoder: SpeculativeDecoder, chat_bundle: Path, kind: str
+) -> None:
+    where = server.url if kind == "server" else chat_bundle
+    result = talk("Hello\nAnd now?\n", where, "--seed", 4, "--system", "Be kind.", *SHORT)
+    wanted = answers(decoder, ["Hello", "And now?"], "Be kind.")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout_bytes.decode() == "".join(f"{text}\n" for text in wanted)
+
+
+def test_commands(server: Running, decoder: SpeculativeDecoder) -> None:
+    lines = "Hello\n/reset\nHello\n/system Be kind.\nHello\n\n/what\n/help\n/exit\nnever asked\n"
+    result = talk(lines, f"{server.url}/v1/", "--model", MODEL, "--seed", 4, *SHORT)
+    (plain,), (kind,) = answers(decoder, ["Hello"]), answers(decoder, ["Hello"], "Be kind.")
+    assert result.exit_code == 0
+    assert result.stdout_bytes.decode() == f"{plain}\n{plain}\n{kind}\n"
+    assert "no command /what" in result.stderr
+    assert result.stderr.count("/reset  ") == 2
+
+
+def test_lines_that_go_on_and_messages_that_begin_with_a_slash(server: Running, decoder: SpeculativeDecoder) -> None:
+    result = talk("One\\\ntwo\n", server.url, "--seed", 4, *SHORT)
+    assert result.stdout_bytes.decode() == f"{answers(decoder, ['One' + chr(10) + 'two'])[0]}\n"
+    result = talk("//etc\n", server.url, "--seed", 4, *SHORT)
+    assert result.stdout_bytes.decode() == f"{answers(decoder, ['/etc'])[0]}\n"
+
+
+@pytest.mark.parametrize("kind", ["server", "bundle"])
+def test_accepted_tokens_are_shown(server: Running, decoder: SpeculativeDecoder, chat_bundle: Path, kind: str) -> None:
+    from paceline import SamplingParams
+
+    where = server.url if kind == "server" else chat_bundle
+    result = talk("Hello\n", where, "--seed", 4, "--draft-tokens", 3, "--show-accepted", *SHORT)
+    wanted = library(
+        decoder,
+        SamplingParams(temperature=0.7, seed=4),
+        messages=[{"role": "user", "content": "Hello"}],
+        max_new_tokens=20,
+        num_draft_tokens=3,
+    )
+    text = result.stdout_bytes.decode()
+    assert re.sub("[⟦⟧]", "", text) == f"{wanted.text}\n"
+    assert wanted.stats.accepted > 0
+    assert "⟦" in text
+    for figure in (wanted.stats.new_tokens, wanted.stats.proposed, wanted.stats.accepted):
+        assert f"{figure} " in result.stderr
+
+
+def test_all_that_a_right_draft_proposes_is_shown(decoder: SpeculativeDecoder) -> None:
+    with running(writing(decoder, TEMPLATE, "abcdefghijkl", draft="abcdefghijkl")) as server:
+        result = talk("Hello\n", server.url, "--draft-tokens", 3, "--show-accepted")
+    # The first token comes from the prefill; then three drafted ones and one of the target's in each round.
+    assert result.stdout_bytes.decode() == "a⟦bcd⟧e⟦fgh⟧i⟦jkl⟧\n"
+
+
+@contextlib.contextmanager
+def not_http() -> Iterator[str]:
+    """A server that says something else to whoever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+def test_servers_that_do_not_serve(server: Running, decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    with running(decoder, ApiKeys(["sesame"])) as locked, not_http() as mail:
+        for args, words in (
+            ((f"http://127.0.0.1:{free}",), "refused"),
+            ((locked.url,), "PACELINE_API_KEY"),
+            ((server.url, "--model", "gpt-9"), "has no model 'gpt-9', only tiny"),
+            ((f"{server.url}/elsewhere",), "answers 404"),
+            ((mail,), "cannot be talked to"),
+        ):
+            result = talk("Hello\n", *args)
+            assert (result.exit_code, result.stdout) == (1, ""), result.stderr
+            assert words in result.stderr
+            assert "Traceback" not in result.stderr
+        monkeypatch.setenv("PACELINE_API_KEY", "sesame")
+        assert talk("Hello\n", locked.url, *SHORT).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["http://"], "no URL"),
+        (["http://x:port"], "no URL"),
+        (["http://127.0.0.1:1", "--threads", "2"], "--threads is for bundles"),
+        (["http://127.0.0.1:1", "--temperature", "3"], "--temperature"),
+        (["BUNDLE", "--model", "x"], "--model is for servers"),
+        (["BUNDLE", "--top-p", "0"], "--top-p"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(chat_bundle: Path, args: list[str], words: str) -> None:
+    result = talk("Hello\n", *(str(chat_bundle) if arg == "BUNDLE" else arg for arg in args))
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bundle_that_was_not_made_for_chats(tiny_bundle: Path) -> None:
+    result = talk("Hello\n", tiny_bundle)
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+
+
+def test_what_the_server_refuses_ends_a_pipe(server: Running) -> None:
+    result = talk("Hello\nAgain\n", server.url, "--max-new-tokens", 5000)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "answers 400" in result.stderr
+    assert "at most 100" in result.stderr
+
+
+class Halting(Writer):
+    """Writes a hundred letters, and waits in the middle until it may go on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gate = threading.Event()
+        self.num_forwards = 0
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.num_forwards += 1
+        if self.num_forwards > 20:
+            assert self.gate.wait(60)
+        return super().forward(*args, **options)
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(decoder: SpeculativeDecoder) -> None:
+    assert decoder.tokenizer is not None
+    model = Halting(decoder.tokenizer, decoder.vocab_size, "x" * 100)
+    halting = SpeculativeDecoder(model, None, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
+    ours, theirs = pty.openpty()
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("runtime", "export", "tools"))
+    with running(halting) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline_tools", "chat", server.url],
+            stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            os.write(ours, b"Hello\n")
+            said = b""
+            while not said.endswith(b"x"):
+                said += os.read(process.stdout.fileno(), 100)
+            process.send_signal(signal.SIGINT)
+            os.write(ours, b"/help\n\x04")
+            out, err = process.communicate(timeout=60)
+        finally:
+            model.gate.set()
+            process.kill()
+            os.close(ours)
+            os.close(theirs)
+        assert process.returncode == 0, err
+        assert b"(stopped)" in err
+        assert b"/reset" in err
+        assert b"Traceback" not in err
+        assert (said + out).count(b"x") < 100
+        server.wait_until_idle()
+        assert server.served.engine.stats.ended["cancelled"] == 1

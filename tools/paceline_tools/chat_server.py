@@ -1,0 +1,179 @@
+"""A server that speaks OpenAI's API, as a partner of `paceline chat`; Python's own HTTP client is enough."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import urllib.parse
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from paceline.pieces import Piece
+
+from .chat_partner import Settings, figures_text
+
+__all__ = ["KEY_VARIABLE", "ServerPartner"]
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+_CONNECT_S = 10.0
+_READ_S = 600.0  # an answer may wait in the server's queue
+
+
+class ServerPartner:
+    """A model behind a URL."""
+
+    def __init__(self, url: str, model: str | None, settings: Settings, *, wants_pieces: bool) -> None:
+        """Ask the server for its models.
+
+        Raises:
+            ClickException: it cannot be reached, refuses, or has no such model.
+            UsageError: the URL is none.
+        """
+        parts = urllib.parse.urlsplit(url)
+        try:
+            self._port = parts.port
+        except ValueError:
+            self._port = -1
+        if not parts.hostname or self._port == -1 or parts.query or parts.fragment:
+            raise click.UsageError(f"{url!r} is no URL of a server; http://127.0.0.1:8000 would be one.")
+        self._is_tls = parts.scheme == "https"
+        self._host = parts.hostname
+        self._url = url
+        path = parts.path.rstrip("/")
+        self._path = path if path.endswith("/v1") else f"{path}/v1"
+        self._settings = settings
+        self._wants_pieces = wants_pieces
+        self._usage: dict[str, Any] = {}
+        names = self._models()
+        if model is not None and model not in names:
+            raise click.ClickException(f"{url} has no model {model!r}, only {', '.join(names)}.")
+        self._model = model or names[0]
+        self.name = f"{self._model} at {url}"
+
+    def answer(self, messages: Sequence[Mapping[str, Any]]) -> Generator[Piece, None, None]:
+        """See `Partner`."""
+        asked = self._settings
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True} | ({"include_pieces": True} if self._wants_pieces else {}),
+            "temperature": asked.temperature,
+            "max_tokens": asked.max_new_tokens,
+        }
+        optional = {"top_p": asked.top_p, "seed": asked.seed, "num_draft_tokens": asked.draft_tokens}
+        body |= {name: value for name, value in optional.items() if value is not None}
+        self._usage = {}
+        connection, response = self._send("POST", "/chat/completions", body)
+        try:
+            for event in self._events(response):
+                self._usage = event.get("usage") or self._usage
+                for choice in event.get("choices") or ():
+                    text = (choice.get("delta") or {}).get("content") or ""
+                    pieces = choice.get("pieces") if self._wants_pieces else None
+                    if pieces is None:
+                        pieces = [{"text": text, "accepted": False}] if text else []
+                    yield from (Piece(piece["text"], piece["accepted"]) for piece in pieces)
+        finally:
+            connection.close()  # the server stops where the text has not ended
+
+    def figures(self, seconds: float) -> str:
+        """See `Partner`."""
+        if not self._usage:
+            return "[no figures: the answer was stopped]"
+        names = ("completion_tokens", "proposed", "accepted", "rounds")
+        tokens, proposed, accepted, rounds = (int(self._usage.get(name) or 0) for name in names)
+        return figures_text(tokens, proposed, accepted, rounds, seconds)
+
+    def _models(self) -> list[str]:
+        connection, response = self._send("GET", "/models", None)
+        try:
+            names = [str(model["id"]) for model in json.loads(response.read())["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise click.ClickException(
+                f"{self._url} does not speak OpenAI's API: its list of models is no such list."
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from error
+        finally:
+            connection.close()
+        if not names:
+            raise click.ClickException(f"{self._url} serves no model.")
+        return names
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Ask; the answer's head has come by then, and is a good one."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        connection = self._connect()
+        try:
+            connection.connect()
+            connection.sock.settimeout(_READ_S)
+            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise click.ClickException(self._refusal(response))
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            connection.close()
+            raise self._lost(error) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection, response
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._is_tls:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self._host, self._port, timeout=_CONNECT_S, context=context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
+
+    def _lost(self, error: Exception) -> click.ClickException:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return click.ClickException(
+                f"The certificate of {self._url} is not trusted ({error.verify_message}); SSL_CERT_FILE may name the "
+                "one of who signed it."
+            )
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return click.ClickException(f"{self._url} cannot be talked to ({reason}); see that the server runs there.")
+
+    def _refusal(self, response: http.client.HTTPResponse) -> str:
+        """What the server says instead of an answer."""
+        data = response.read(1 << 16)
+        try:
+            message = str(json.loads(data)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = f"{response.reason}; is this the address of an OpenAI API?"
+        hint = f" Give the key in {KEY_VARIABLE}." if response.status == 401 else ""
+        again = response.getheader("Retry-After")
+        wait = f" Try again in {again} s." if response.status in (429, 503) and again else ""
+        return f"{self._url} answers {response.status}: {message}{hint}{wait}"
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        """The objects of a stream, up to its end mark."""
+        try:
+            for line in response:
+                name, _, value = line.decode("utf-8", "replace").rstrip("\r\n").partition(":")
+                if name != "data":
+                    continue
+                value = value.removeprefix(" ")
+                if value == "[DONE]":
+                    return
+                event = json.loads(value)
+                if not isinstance(event, dict):
+                    raise ValueError
+                if error := event.get("error"):
+                    message = error.get("message") if isinstance(error, dict) else error
+                    raise click.ClickException(f"{self._url} broke off: {message}")
+                yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from error
+        except ValueError as error:
+            raise click.ClickException(f"{self._url} sent something else than a stream of JSON.") from error
+        raise click.ClickException(f"{self._url} ended the connection in the middle of the answer.")
