@@ -365,6 +365,7 @@ def simulated_gpu(*, module: str = "tensorrt_rtx", lazy: bool = False) -> Iterat
     gpu = SimulatedCuda(lazy=lazy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_runtime", lambda: gpu)
+        patch.setattr(cuda, "_check_driver", lambda: None)
         patch.setattr(cuda, "_new_stream", functools.cache(cuda._new_stream.__wrapped__))
         patch.setattr(cuda_graph, "_recording_stream", functools.cache(cuda_graph._recording_stream.__wrapped__))
         patch.setitem(sys.modules, module, simulated_tensorrt(gpu, module))

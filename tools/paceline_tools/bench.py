@@ -18,6 +18,7 @@ from .arguments import (
     DraftTokens,
     NumberRange,
     profile_option,
+    engines_option,
     provider_option,
     threads_option,
 )
@@ -121,6 +122,7 @@ class DraftTokensList(click.ParamType[tuple[int | str, ...]]):
     help="Texts of each prompt and method; an even number is fair to both orders.",
 )
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 @click.option(

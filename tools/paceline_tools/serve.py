@@ -13,7 +13,7 @@ from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.server import Address, serve
 
-from .arguments import FOLDER, NumberRange, profile_option, provider_option, threads_option
+from .arguments import FOLDER, NumberRange, engines_option, profile_option, provider_option, threads_option
 
 __all__ = ["command"]
 
@@ -84,6 +84,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     help="Seconds that running texts have to end in after SIGTERM.",
 )  # fmt: skip
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 def command(
@@ -107,6 +108,7 @@ def command(
     client_timeout: float,
     drain_timeout: int,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
 ) -> None:
@@ -132,6 +134,7 @@ def command(
         threads=threads,
         prefix_cache_bytes=int(prefix_cache * _GIB),
         profile=None if profile == "none" else profile,
+        engines=engine_folder,
     )
     decoder = load()
     engine = paceline.AsyncEngine(

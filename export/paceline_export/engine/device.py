@@ -20,7 +20,10 @@ def compute_capability() -> str:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise InstallationError(f"There is no NVIDIA driver on this machine ({error}), and so no GPU.") from error
+        raise InstallationError(
+            f"There is no NVIDIA driver on this machine ({error}), and so no GPU to build for. --backend tensorrt-rtx "
+            "builds without one."
+        ) from error
     count, device, major, minor = (ctypes.c_int(0) for _ in range(4))
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or count.value < 1:

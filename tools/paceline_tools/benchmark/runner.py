@@ -49,6 +49,7 @@ def run_benchmark(
     ignore_end: bool,
     repeats: int,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
     against: tuple[str, ...],
@@ -83,7 +84,13 @@ def run_benchmark(
     texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
     bundle = Bundle.open(folder)
     started = time.perf_counter()
-    decoder = paceline.load(folder, provider=provider, threads=threads, profile=None if profile == "none" else profile)
+    decoder = paceline.load(
+        folder,
+        provider=provider,
+        threads=threads,
+        profile=None if profile == "none" else profile,
+        engines=engine_folder,
+    )
     load_s = time.perf_counter() - started
     kept, ids, skipped = _encoded(decoder, texts, raw, max_new_tokens)
     for method in ours:
