@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +235,16 @@ def engine(bundle: Bundle, sm: str = "8.9", version: str = "1.7") -> EngineEntry
 
 
 def put(bundle: Bundle, entry: EngineEntry, content: bytes, out: Path | None = None) -> EngineEntry:
-    with EngineStore(bundle, out) as store:
-        assert store.write(entry, bytearray(content)) == len(content)
-        (listed,) = store.commit()
+    (listed,) = put_shared(bundle, [entry], content, out)
     return listed
+
+
+def put_shared(
+    bundle: Bundle, entries: Sequence[EngineEntry], content: bytes, out: Path | None = None
+) -> tuple[EngineEntry, ...]:
+    with EngineStore(bundle, out) as store:
+        assert store.write(entries, bytearray(content)) == len(content)
+        return store.commit()
 
 
 def test_an_engine_is_listed_with_what_it_was_built_for(damaged: Path) -> None:
@@ -266,13 +273,39 @@ def test_an_engine_replaces_that_of_the_same_model_and_gpu(damaged: Path) -> Non
     assert put(bundle, engine(bundle, version="1.8"), b"second") == second  # of the same bytes
 
 
+def test_an_engine_that_serves_several_gpus_is_one_file(damaged: Path) -> None:
+    """It stays until an engine of each of them has taken its place."""
+    bundle = Bundle.open(damaged)
+    both = put_shared(bundle, [engine(bundle, "8.6"), engine(bundle, "8.9")], b"both")
+    assert [entry.sm for entry in both] == ["8.6", "8.9"]
+    (path,) = {entry.path for entry in both}
+    assert path.startswith("engines/target-tensorrt-rtx-sm86-89-")
+    alone = put(bundle, engine(bundle, "8.6"), b"alone")
+    again = Bundle.open(damaged, verify_hashes=True)
+    assert again.manifest.engines == (both[1], alone)
+    assert (damaged / path).read_bytes() == b"both"
+    assert path in again.manifest.files
+    last = put(bundle, engine(bundle, "8.9"), b"last")
+    again = Bundle.open(damaged, verify_hashes=True)
+    assert again.manifest.engines == (alone, last)
+    assert path not in again.manifest.files
+    assert sorted((damaged / "engines").iterdir()) == sorted(damaged / entry.path for entry in (alone, last))
+
+
+def test_which_gpus_one_engine_serves() -> None:
+    assert RTX.groups(["8.9", "7.5", "8.6"]) == [("8.9", "8.6"), ("7.5",)]
+    assert RTX.groups(["7.5"]) == [("7.5",)]
+    assert BACKENDS["tensorrt"].groups(["8.9"]) == [("8.9",)]
+    assert set(RTX.together) < set(RTX.targets)
+
+
 def test_without_a_commit_nothing_stays(damaged: Path) -> None:
     bundle = Bundle.open(damaged)
     before = sorted(damaged.rglob("*")), (damaged / "paceline.json").read_text()
 
     def fail() -> None:
         with EngineStore(bundle, None) as store:
-            store.write(engine(bundle), b"plan")
+            store.write([engine(bundle)], b"plan")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -322,8 +355,8 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_build(
             caught.value
         )
 
-    refuse(damaged, None, "pass -o FOLDER for engines elsewhere")
-    refuse(damaged / "engines", None, "pass -o FOLDER for engines elsewhere")
+    refuse(damaged, None, "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads")
+    refuse(damaged / "engines", None, "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads")
     refuse(tmp_path / "out", tmp_path / "out", "name another folder with -o")
     assert sorted(damaged.rglob("*")) == before
     assert not (tmp_path / "out").exists()

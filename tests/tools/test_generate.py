@@ -255,6 +255,7 @@ def test_a_stop_string_cuts_the_text(invoke: Invoke, table_bundle: Path) -> None
         (["--prompt", "a", "--threads", "0"], "0 is not in the range 1<=x<=1024"),
         (["--prompt", "a", "--threads", "1000000"], "1000000 is not in the range 1<=x<=1024"),
         (["--prompt", "a", "--stop", ""], "--stop must be"),
+        (["--prompt", "a", "--engines", "x"], "--engines x is of no use: cpu runs the bundle's graphs"),
         (["--prompt", "a", "--stop-token-id", "999"], "--stop-token-id holds id 999"),
         (["--prompt", "a", "--prompt-file", __file__], "exclude each other"),
         (["--prompt-file", "nowhere.txt"], "does not exist"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Backend:
         module: what is imported.
         mend: how to install it.
         targets: precisions that a GPU's engine can have, by its compute capability.
+        together: compute capabilities that one engine may serve together; any other's is its own.
         times_kernels: whether a build times kernels: then it needs the GPU that it builds for, and a cache of timings
             serves the next one.
     """
@@ -34,6 +35,7 @@ class Backend:
     mend: str
     targets: Mapping[str, tuple[str, ...]]
     times_kernels: bool
+    together: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import the package.
@@ -65,6 +67,12 @@ class Backend:
                 "--sm, or export with another --precision."
             )
 
+    def groups(self, sms: Sequence[str]) -> list[tuple[str, ...]]:
+        """The compute capabilities, with those together that one engine serves, in the order in which they are given."""
+        shared = tuple(sm for sm in sms if sm in self.together)
+        found = [(sm,) for sm in sms if sm not in self.together]
+        return [shared, *found] if shared else found
+
     def table(self) -> str:
         """Compute capabilities and their precisions, one line each."""
         return "\n".join(f"  {sm:>4}: {', '.join(precisions)}" for sm, precisions in self.targets.items())
@@ -80,6 +88,7 @@ BACKENDS = {
         mend="pip install 'paceline[trt]', or tensorrt-rtx from PyPI",
         targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
         times_kernels=False,
+        together=("8.0", "8.6", "8.9", "12.0", "12.1"),
     ),
     "tensorrt": Backend(
         name="tensorrt",

@@ -67,20 +67,21 @@ def build_plan(
     profiles: Sequence[EngineProfile],
     *,
     backend: Backend,
-    sm: str,
+    sms: Sequence[str],
     max_length: int | None = None,
     workspace: int | None = None,
     timing_cache: Path | None = None,
     strict: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """Build an engine of a graph, for a GPU that need not be there where the backend times no kernels.
+    """Build an engine of a graph, for GPUs that need not be there where the backend times no kernels.
 
     Args:
         graph: an ONNX file of the flavour `trt`, its weights beside it.
         profiles: the shapes to build for.
         backend: what builds.
-        sm: compute capability, such as `8.9`, one of the backend's.
+        sms: compute capabilities that the engine shall serve, such as `8.9`: some of the backend's, which it builds for
+            together.
         max_length: positions of the caches, at most the graph's; None leaves the graph as it is.
         workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
         timing_cache: file of kernels' timings to read, if it is there, and to write.
@@ -101,7 +102,7 @@ def build_plan(
     model = _graph(graph, max_length)
     inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
     attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
-    what = f"{graph} for compute capability {sm}"
+    what = f"{graph} for compute capability {', '.join(sms)}"
 
     with interruption.kept():
         builder = trt.Builder(log)
@@ -119,8 +120,9 @@ def build_plan(
 
     config = builder.create_builder_config()
     if not backend.times_kernels:
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
+        config.num_compute_capabilities = len(sms)
+        for place, sm in enumerate(sms):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), place)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         # TensorRT-RTX allocates no memory of its own in a pass then, which a CUDA graph could not record.
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
