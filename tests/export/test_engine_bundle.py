@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ import pytest
 from paceline.bundle import Bundle, EngineEntry, EngineProfile, ModelEntry, SourceEntry, TensorSpec
 from paceline.engines import INDEX_NAME, read_index
 from paceline.errors import BundleError, InstallationError, InvalidInputError, PacelineError
-from paceline_export.engine import store
+from paceline_export.engine import build, store
 from paceline_export.engine.backends import BACKENDS, find_backend
 from paceline_export.engine.bundle import build_engines
-from paceline_export.engine.device import compute_capability
+from paceline_export.engine.device import compute_capability, free_bytes
 from paceline_export.engine.profiles import ProfileRows, make_profiles
 from paceline_export.engine.store import EngineStore
 
@@ -178,6 +179,10 @@ class Driver:
     def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
         return 0
 
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value = 7000
+        return self.status
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
         value._obj.value = {75: 9, 76: 0}[attribute]
         return 0
@@ -197,6 +202,22 @@ def test_the_gpu_at_hand_is_asked_of_its_driver(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ctypes, "CDLL", fail)
     with pytest.raises(InstallationError, match=r"no NVIDIA driver on this machine \(libcuda\.so\.1: cannot open\)"):
         compute_capability()
+
+
+@pytest.mark.parametrize(("backend", "where"), [("tensorrt", "the GPU's"), ("tensorrt-rtx", "the machine's")])
+def test_a_build_without_memory_says_what_is_needed_and_free(
+    backend: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    graph = tmp_path / "model.onnx"
+    (tmp_path / "model.onnx.data").write_bytes(bytes(1234))
+    said = build._lack_of_memory("[defaultAllocator] Requested amount of GPU memory: out of memory", graph, BACKENDS[backend])
+    assert re.search(rf"the weights alone take 1234 bytes, .* and \d+ of {where} are free\. .* --workspace", said)
+    if backend == "tensorrt":
+        assert "and 7000 of" in said
+    assert build._lack_of_memory("Attention was not fused", graph, BACKENDS[backend]) == ""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(status=201))  # no context
+    assert free_bytes() is None
 
 
 def test_tensorrt_builds_for_the_gpu_at_hand_alone(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from paceline.errors import BuildError, InvalidInputError
 from paceline_export.passes.static_length import POSITIONS, set_static_length
 
 from .backends import Backend
+from .device import free_bytes, free_host_bytes
 from .interruption import Interruption
 from .traps import (
     fused_attention,
@@ -28,6 +29,8 @@ from .traps import (
 )
 
 __all__ = ["Plan", "ProfileReport", "build_plan"]
+
+_NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|cannot allocate|insufficient memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,8 @@ def build_plan(
         before = len(log.warnings)
         plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise BuildError(f"{backend.name} cannot build {what}: {'; '.join(log.errors) or 'no reason was given'}")
+        reasons = "; ".join(log.errors) or "no reason was given"
+        raise BuildError(f"{backend.name} cannot build {what}: {reasons}{_lack_of_memory(reasons, graph, backend)}")
     if timing_cache is not None:
         cache = config.get_timing_cache()
         timing_cache.write_bytes(memoryview(cache.serialize()))
@@ -205,6 +209,20 @@ def _refuse(what: str, findings: Sequence[str]) -> None:
             f"A strict build of {what} found: {'; '.join(findings)}. Export the bundle again with this paceline; with "
             "--no-strict the engine is built all the same."
         )
+
+
+def _lack_of_memory(reasons: str, graph: Path, backend: Backend) -> str:
+    """What is to be said behind the reasons of a failed build, if memory ran out: what is needed, and what is free."""
+    if not _NO_MEMORY.search(reasons):
+        return ""
+    weights = graph.with_name(f"{graph.name}.data")
+    size = weights.stat().st_size if weights.is_file() else graph.stat().st_size
+    where, free = ("the GPU's", free_bytes()) if backend.times_kernels else ("the machine's", free_host_bytes())
+    return (
+        f". Memory ran out: the weights alone take {size} bytes, a build several times as much, and "
+        f"{'an unknown number' if free is None else free} of {where} are free. End what else takes memory, allow less "
+        "scratch memory with --workspace, or export with fewer bits."
+    )
 
 
 def _figures(label: str, messages: Sequence[str]) -> list[int]:

@@ -1,12 +1,14 @@
-"""The GPU at hand, asked of its driver: TensorRT's own builder ends the process where there is none."""
+"""The GPU at hand, asked of its driver, since TensorRT's own builder ends the process where there is none; and memory."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 from paceline.errors import InstallationError
 
-__all__ = ["compute_capability"]
+__all__ = ["compute_capability", "free_bytes", "free_host_bytes"]
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and …_MINOR
 
@@ -37,3 +39,22 @@ def compute_capability() -> str:
     if failed:
         raise InstallationError(f"The NVIDIA driver does not say what its first GPU is (error {failed}).")
     return f"{major.value}.{minor.value}"
+
+
+def free_bytes() -> int | None:
+    """Memory of the GPU that is free; None where the driver does not say, as before anything has used the GPU."""
+    free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    except OSError:
+        return None
+    return None if failed else free.value
+
+
+def free_host_bytes() -> int | None:
+    """Memory of the machine that can be had without swapping; None where the system does not say."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
