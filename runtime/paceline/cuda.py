@@ -145,8 +145,8 @@ def _check_driver() -> None:
         ctypes.CDLL(_DRIVER)
     except OSError as error:
         raise InstallationError(
-            f"CUDA cannot be used: this machine has no NVIDIA driver ({error}). On a machine with an NVIDIA GPU, install "
-            "its driver, until nvidia-smi lists the GPU; without one, choose another provider, such as cpu."
+            f"CUDA cannot be used: this machine has no NVIDIA driver ({error}). On a machine with an NVIDIA GPU, "
+            "install its driver, until nvidia-smi lists the GPU; without one, choose another provider, such as cpu."
         ) from error
 
 

@@ -76,8 +76,8 @@ def load(
     if engines is not None and not runs_engines:
         runners = " or ".join(name for name, row in PROVIDERS.items() if row.engine is not None)
         raise InvalidInputError(
-            f"engines={str(engines)!r:.80} is of no use: {provider} runs the bundle's graphs; leave it out, or choose the "
-            f"provider {runners}."
+            f"engines={str(engines)!r:.80} is of no use: {provider} runs the bundle's graphs; leave it out, or choose "
+            f"the provider {runners}."
         )
     folder = None if engines is None else Path(engines)
     profile = check_profile(profile)

@@ -285,7 +285,18 @@ def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypa
 def test_ctrl_c_ends_the_command_and_adds_nothing(number: int, code: int, pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     sms = ",".join(sm for sm in RTX.targets if "fp8" in RTX.targets[sm])
-    command = [sys.executable, "-m", "paceline_tools", "build", str(pair), "--sm", sms, "--engine-per-gpu", "-o", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline_tools",
+        "build",
+        str(pair),
+        "--sm",
+        sms,
+        "--engine-per-gpu",
+        "-o",
+        str(out),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "target" in process.stderr.readline()
@@ -310,16 +321,17 @@ print(json.dumps(dataclasses.asdict(report), default=str))
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("fp8", marks=pytest.mark.slow), "int4"])
-def test_smollm2_builds_strictly_for_every_gpu(
-    precision: str, smol_trt: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callable[[str], Path], tmp_path: Path) -> None:
     """As target and as its own draft, with their profiles, in the memory of a small machine."""
     sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
     command = [sys.executable, "-c", SMOL, str(smol_trt(precision)), ",".join(sms), str(tmp_path / "engines")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert [(engine["entry"]["model"], engine["sms"]) for engine in report["engines"]] == [("target", sms), ("draft", sms)]
+    assert [(engine["entry"]["model"], engine["sms"]) for engine in report["engines"]] == [
+        ("target", sms),
+        ("draft", sms),
+    ]
     for engine in report["engines"]:
         names = ["verify", "prefill"] if engine["entry"]["model"] == "target" else ["step", "prefill"]
         assert [(one["name"], one["fused_attention"]) for one in engine["profiles"]] == [(name, 30) for name in names]

@@ -211,7 +211,9 @@ def test_a_build_without_memory_says_what_is_needed_and_free(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
     graph = tmp_path / "model.onnx"
     (tmp_path / "model.onnx.data").write_bytes(bytes(1234))
-    said = build._lack_of_memory("[defaultAllocator] Requested amount of GPU memory: out of memory", graph, BACKENDS[backend])
+    said = build._lack_of_memory(
+        "[defaultAllocator] Requested amount of GPU memory: out of memory", graph, BACKENDS[backend]
+    )
     assert re.search(rf"the weights alone take 1234 bytes, .* and \d+ of {where} are free\. .* --workspace", said)
     if backend == "tensorrt":
         assert "and 7000 of" in said

@@ -348,5 +348,7 @@ def test_symmetric_numbers_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_flavour_is_not_read(plain: Bundle) -> None:
     text = dataclasses.replace(plain.manifest).to_json().replace('"flavor": "trt"', '"flavor": "mlx"')
-    with pytest.raises(paceline.PacelineError, match=r"target\.flavor is 'mlx'; this paceline knows 'ort', 'cuda', 'trt'"):
+    with pytest.raises(
+        paceline.PacelineError, match=r"target\.flavor is 'mlx'; this paceline knows 'ort', 'cuda', 'trt'"
+    ):
         paceline.bundle.Manifest.from_json(text)

@@ -49,7 +49,9 @@ def test_without_a_driver_that_is_what_is_said(found: tuple[str, ...], monkeypat
 
 def test_a_driver_that_is_too_old_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries(monkeypatch, "libcuda.so.1", "libcudart.so.13")
-    with pytest.raises(InstallationError, match=r"insufficient .* error 35.* a driver at least as new as CUDA's runtime"):
+    with pytest.raises(
+        InstallationError, match=r"insufficient .* error 35.* a driver at least as new as CUDA's runtime"
+    ):
         cuda.check_device()
 
 

@@ -411,7 +411,9 @@ def test_engines_in_a_folder_of_their_own(damaged: Path, gpu: SimulatedCuda, tmp
     with pytest.raises(BundleError, match=r"is missing\. Build it: `paceline build .* --sm 8\.9`\."):
         paceline.load(damaged, provider=PROVIDER)
     folder = tmp_path / "elsewhere"
-    with pytest.raises(BundleError, match=rf"{folder} has no engines\.json: `paceline build DIR -o {folder}` makes one"):
+    with pytest.raises(
+        BundleError, match=rf"{folder} has no engines\.json: `paceline build DIR -o {folder}` makes one"
+    ):
         paceline.load(damaged, provider=PROVIDER, engines=folder)
     add_engines(damaged, max_draft_tokens=K, out=folder)
     decoder = paceline.load(damaged, provider=PROVIDER, engines=str(folder))

@@ -175,7 +175,10 @@ def test_json_is_one_document(invoke: Invoke, seen: Seen, tmp_path: Path) -> Non
         (["--target", "big", "-o", "new", "--draft-precision", "int4"], "is for a draft model"),
         (["--target", "big", "-o", "new", "--draft-vocab", "64"], "--draft-vocab 64 is for a draft model"),
         (["--target", "big", "-o", "new", "--draft-vocab", "-1"], "got '-1'; full or a number of ids of at"),
-        (["--target", "big", "--draft", "small", "-o", "new", "--draft-vocab", "0"], "got '0'; full or a number of ids of"),
+        (
+            ["--target", "big", "--draft", "small", "-o", "new", "--draft-vocab", "0"],
+            "got '0'; full or a number of ids of",
+        ),
         (["--target", "big", "-o", "new", "--draft-vocab", "all"], "got 'all'; full or a number of ids of at"),
         (["--target", "big", "-o", "new", "--draft-calibration", "gptq"], "is for a draft model"),
         (["--target", "big", "-o", "new", "--calibration", "awq"], "'awq' is not one of"),

@@ -18,7 +18,11 @@ from .conftest import Invoke
     ("command", "said", "expected"),
     [
         ("build", "max_length=513 exceeds the 512 positions", "--max-length 513 exceeds the 512 positions"),
-        ("build", "choose fewer drafted tokens or a larger max_length.", "choose fewer drafted tokens or a larger --max-length."),
+        (
+            "build",
+            "choose fewer drafted tokens or a larger max_length.",
+            "choose fewer drafted tokens or a larger --max-length.",
+        ),
         ("build", "max_draft_tokens must be at least 1, got 0.", "--max-draft-tokens must be at least 1, got 0."),
         ("build", "sms must be different compute capabilities", "--sm must be different compute capabilities"),
         ("build", "workspace must be a positive number", "--workspace must be a positive number"),
@@ -32,7 +36,11 @@ from .conftest import Invoke
         # What is no argument stays: files, other names, words of a sentence.
         ("build", "/tmp/max_length/x has no caches", "/tmp/max_length/x has no caches"),
         ("build", "the file 'max_length' is missing", "the file 'max_length' is missing"),
-        ("build", "A profile is for 3 rows; strict builds refuse it.", "A profile is for 3 rows; strict builds refuse it."),
+        (
+            "build",
+            "A profile is for 3 rows; strict builds refuse it.",
+            "A profile is for 3 rows; strict builds refuse it.",
+        ),
         ("info", "max_length=513 exceeds", "max_length=513 exceeds"),
         ("export", "draft_vocab='' is empty", "--draft-vocab '' is empty"),
     ],
@@ -41,7 +49,9 @@ def test_arguments_become_options(command: str, said: str, expected: str) -> Non
     assert in_options(said, importlib.import_module(f"paceline_tools.{command}").command.params) == expected
 
 
-def test_a_refusal_of_the_library_names_the_option(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refusal_of_the_library_names_the_option(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise InvalidInputError("max_batch must be at least 1, got 0.")
 

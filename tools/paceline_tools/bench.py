@@ -17,8 +17,8 @@ from .arguments import (
     OUTPUT_FILE,
     DraftTokens,
     NumberRange,
-    profile_option,
     engines_option,
+    profile_option,
     provider_option,
     threads_option,
 )

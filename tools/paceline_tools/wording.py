@@ -1,4 +1,4 @@
-"""The library's messages in the command line's words: `max_length=513 exceeds …` becomes `--max-length 513 exceeds …`."""
+"""The library's messages in the command line's words: `max_length=9 exceeds …` becomes `--max-length 9 exceeds …`."""
 
 from __future__ import annotations
 

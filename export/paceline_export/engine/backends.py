@@ -68,7 +68,7 @@ class Backend:
             )
 
     def groups(self, sms: Sequence[str]) -> list[tuple[str, ...]]:
-        """The compute capabilities, with those together that one engine serves, in the order in which they are given."""
+        """The compute capabilities, those together that one engine serves, in the order in which they are given."""
         shared = tuple(sm for sm in sms if sm in self.together)
         found = [(sm,) for sm in sms if sm not in self.together]
         return [shared, *found] if shared else found

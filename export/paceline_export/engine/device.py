@@ -1,4 +1,4 @@
-"""The GPU at hand, asked of its driver, since TensorRT's own builder ends the process where there is none; and memory."""
+"""The GPU at hand, asked of its driver: TensorRT's own builder ends the process where there is none. And free memory."""
 
 from __future__ import annotations
 

@@ -145,7 +145,11 @@ class EngineStore:
                     f"The disk is full: {free / 1e9:.1f} GB are left at {folder}. No engine was kept; free some "
                     "space and build again."
                 ) from error
-            elsewhere = "name another folder with -o" if self._own else "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads"
+            elsewhere = (
+                "name another folder with -o"
+                if self._own
+                else "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads"
+            )
             raise PacelineError(
                 f"{folder} cannot be written ({error.strerror or error}); {elsewhere}, or mend its permissions. No "
                 "engine was kept."

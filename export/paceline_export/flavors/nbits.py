@@ -18,7 +18,7 @@ class NBits:
     """Weights in blocks, as `com.microsoft` reads them; see `WeightNodes`.
 
     Attributes:
-        accuracy_level: of products, as `MatMulNBits` says it: 4 rounds activations to 8 bits, which is what makes few-bit
+        accuracy_level: of products, as `MatMulNBits` says it: 4 rounds activations to 8 bits, which makes few-bit
             products fast on a CPU; 0 leaves them.
     """
 
