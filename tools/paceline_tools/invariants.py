@@ -59,7 +59,7 @@ TOLERANCES = {
 
 
 def tolerance_of(target: ModelEntry) -> Tolerance:
-    """What holds for a model: outside the flavour `ort`, few bits are those of weights alone; products are float16's."""
+    """What holds for a model. Outside the flavour `ort` few bits are those of weights alone; products are float16's."""
     few_bits = target.precision in ("int8", "int4")
     return TOLERANCES["fp16" if few_bits and target.flavor != "ort" else target.precision]
 

@@ -1,4 +1,4 @@
-"""The GPU at hand, asked of its driver: TensorRT's own builder ends the process where there is none. And free memory."""
+"""The GPU at hand, asked of its driver: TensorRT's builder ends the process where there is none. And free memory."""
 
 from __future__ import annotations
 
