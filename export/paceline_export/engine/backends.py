@@ -70,8 +70,8 @@ class Backend:
     def groups(self, sms: Sequence[str]) -> list[tuple[str, ...]]:
         """The compute capabilities, those together that one engine serves, in the order in which they are given."""
         shared = tuple(sm for sm in sms if sm in self.together)
-        found = [(sm,) for sm in sms if sm not in self.together]
-        return [shared, *found] if shared else found
+        alone: list[tuple[str, ...]] = [(sm,) for sm in sms if sm not in self.together]
+        return [shared, *alone] if shared else alone
 
     def table(self) -> str:
         """Compute capabilities and their precisions, one line each."""

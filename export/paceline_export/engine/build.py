@@ -141,8 +141,8 @@ def build_plan(
         before = len(log.warnings)
         plan = builder.build_serialized_network(network, config)
     if plan is None:
-        reasons = "; ".join(log.errors) or "no reason was given"
-        raise BuildError(f"{backend.name} cannot build {what}: {reasons}{_lack_of_memory(reasons, graph, backend)}")
+        said = "; ".join(log.errors) or "no reason was given"
+        raise BuildError(f"{backend.name} cannot build {what}: {said}{_lack_of_memory(said, graph, backend)}")
     if timing_cache is not None:
         cache = config.get_timing_cache()
         timing_cache.write_bytes(memoryview(cache.serialize()))
