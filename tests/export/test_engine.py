@@ -227,10 +227,12 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
         ("draft", "12.0", "fp8"),
     ]
     assert [(engine.entry.model, engine.sms) for engine in report.engines] == [
-        ("target", ("8.9", "12.0")),
-        ("draft", ("8.9", "12.0")),
+        ("target", ("8.9",)),
+        ("target", ("12.0",)),
+        ("draft", ("8.9",)),
+        ("draft", ("12.0",)),
     ]
-    assert len(list((pair / "engines").iterdir())) == 2
+    assert len(list((pair / "engines").iterdir())) == 4
     for engine in report.engines:
         assert engine.entry in again.engines
         assert engine.findings == ()
@@ -250,7 +252,7 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
                 Bundle.open(pair), engine.entry.model, backend=RTX.name, backend_version=version, sm=sm
             )
             assert (path, entry) == (pair / engine.entry.path, dataclasses.replace(engine.entry, sm=sm))
-    assert stages[0] == "target, compute capability 8.9, 12.0"
+    assert stages[0] == "target, compute capability 8.9"
     assert stages[-1] == "list the engines"
 
 
@@ -263,8 +265,18 @@ def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pa
 
 def test_the_other_precisions_build(tmp_path: Path) -> None:
     bundle = Bundle.open(export_pair(tmp_path, "bf16", "int8"))
-    report = build_engines(bundle, ["8.6"], max_length=128, max_draft_tokens=4)
-    assert [(engine.entry.precision, engine.findings) for engine in report.engines] == [("bf16", ()), ("int8", ())]
+    report = build_engines(bundle, ["8.6", "8.9"], max_length=128, max_draft_tokens=4)
+    assert [(engine.entry.precision, engine.sms, engine.findings) for engine in report.engines] == [
+        ("bf16", ("8.6", "8.9"), ()),
+        ("int8", ("8.6",), ()),
+        ("int8", ("8.9",), ()),
+    ]
+    listed = Bundle.open(bundle.root, verify_hashes=True).manifest.engines
+    assert [(entry.model, entry.sm) for entry in listed] == [
+        *(("target", "8.6"), ("target", "8.9")),
+        *(("draft", "8.6"), ("draft", "8.9")),
+    ]
+    assert len({entry.path for entry in listed}) == 3
 
 
 def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +332,9 @@ print(json.dumps(dataclasses.asdict(report), default=str))
 """
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.parametrize(
+    "precision", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "int4"))]
+)
 def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callable[[str], Path], tmp_path: Path) -> None:
     """As target and as its own draft, with their profiles, in the memory of a small machine."""
     sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
@@ -328,9 +342,9 @@ def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callabl
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    groups = [sms] if precision == "fp16" else [[sm] for sm in sms]
     assert [(engine["entry"]["model"], engine["sms"]) for engine in report["engines"]] == [
-        ("target", sms),
-        ("draft", sms),
+        (which, group) for which in ("target", "draft") for group in groups
     ]
     for engine in report["engines"]:
         names = ["verify", "prefill"] if engine["entry"]["model"] == "target" else ["step", "prefill"]

@@ -316,9 +316,12 @@ def test_an_engine_that_serves_several_gpus_is_one_file(damaged: Path) -> None:
 
 
 def test_which_gpus_one_engine_serves() -> None:
-    assert RTX.groups(["8.9", "7.5", "8.6"]) == [("8.9", "8.6"), ("7.5",)]
-    assert RTX.groups(["7.5"]) == [("7.5",)]
-    assert BACKENDS["tensorrt"].groups(["8.9"]) == [("8.9",)]
+    for precision in ("fp16", "bf16"):
+        assert RTX.groups(["8.9", "7.5", "8.6"], precision) == [("8.9", "8.6"), ("7.5",)]
+        assert RTX.groups(["7.5"], precision) == [("7.5",)]
+        assert BACKENDS["tensorrt"].groups(["8.9"], precision) == [("8.9",)]
+    for precision in ("fp8", "int8", "int4"):
+        assert RTX.groups(["8.9", "7.5", "8.6"], precision) == [("8.9",), ("7.5",), ("8.6",)]
     assert set(RTX.together) < set(RTX.targets)
 
 

@@ -323,7 +323,7 @@ def test_a_precision_of_another_flavour_is_refused_before_any_work(llama: Path, 
 
 def test_what_tensorrt_cannot_express_is_refused_with_the_reason(tmp_path: Path) -> None:
     capped = transformers.Gemma2Config(**sizes(head_dim=16, sliding_window=16, attn_logit_softcapping=5.0))
-    with pytest.raises(CheckpointError, match=r"bounds its scores \(softcap 5\).* flavour ort"):
+    with pytest.raises(CheckpointError, match=r"bounds its scores \(softcap 5\).* --flavor ort"):
         trace(capped, max_length=64, dtype="float16", flavor=TRT)
     with pytest.raises(CheckpointError, match="has 72 columns in blocks of 128, but TensorRT reads 4 bits in blocks"):
         TRT.weights.quantize("x", torch.ones(4, 72), bits=4, block_size=128, symmetric=True)

@@ -71,7 +71,7 @@ def build_engines(
 ) -> BuildReport:
     """Build engines of a bundle's models for some GPUs, and put them into the bundle.
 
-    GPUs that the backend can serve with one engine get one, listed once for each of them.
+    GPUs that the backend can serve well with one engine get one, listed once for each of them.
 
     Args:
         bundle: of the flavour `trt`.
@@ -124,8 +124,11 @@ def build_engines(
         raise InvalidInputError(f"profile_rows names the model {sorted(unknown)[0]!r}; expected {' or '.join(models)}.")
     builder.load()
     found = []
-    groups = [(sm,) for sm in sms] if engine_per_gpu else builder.groups(sms)
-    jobs = [(group, which, model) for group in groups for which, model in models.items()]
+    jobs = [
+        (group, which, model)
+        for which, model in models.items()
+        for group in ([(sm,) for sm in sms] if engine_per_gpu else builder.groups(sms, model.precision))
+    ]
     with EngineStore(bundle, out) as store:
         for i, (group, which, model) in enumerate(jobs):
             stage = f"{which}, compute capability {', '.join(group)}"
