@@ -84,14 +84,14 @@ class Backend:
 
 
 # Capabilities 9.0 and 10.x (H100, H200, B200) are not among what TensorRT-RTX builds for. What each precision needs is
-# NVIDIA's: bfloat16 and 4-bit weights Ampere, float8 Ada.
+# NVIDIA's: bfloat16 and few-bit weights Ampere, float8 Ada; models/engines.md says where that was read.
 _NVIDIA = "https://pypi.nvidia.com"  # on PyPI, these packages are stubs, or parts without a builder
 BACKENDS = {
     "tensorrt-rtx": Backend(
         name="tensorrt-rtx",
         module="tensorrt_rtx",
         mend="pip install 'paceline[trt]', or tensorrt-rtx from PyPI",
-        targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
+        targets={"7.5": ("fp16",), "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
         times_kernels=False,
         together=("8.0", "8.6", "8.9", "12.0", "12.1"),
     ),
