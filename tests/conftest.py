@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +66,18 @@ def smol_bundle() -> Path:
     return make_bundle(
         "smollm2", "smollm2-135m", "smollm2-135m", precision="fp32", draft_precision="int4", quality=False
     )
+
+
+@pytest.fixture(scope="session")
+def smol_trt() -> Callable[[str], Path]:
+    """SmolLM2-135M of the flavour `trt` alone, in a precision, rounded to nearest, with caches of 2048 positions."""
+
+    def made(precision: str) -> Path:
+        options: dict[str, object] = {"flavor": "trt", "precision": precision, "max_length": 2048, "quality": False}
+        options |= {} if precision == "fp8" else {"calibration": "none"}  # which must look at inputs in any case
+        return make_bundle(f"smollm2-trt-{precision}", "smollm2-135m", None, **options)
+
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ export_pair() { # name, flavour, precision
     --max-length 1024 --calibration none --no-quality -o "$work/$1"
 }
 export_pair ort-fp16 ort fp16
+export_pair cuda-int4 cuda int4
 export_pair trt-fp16 trt fp16
 export_pair trt-int4 trt int4
 for bundle in trt-fp16 trt-int4; do
@@ -65,11 +66,11 @@ if "$on_cpu"; then
 fi
 
 said "doctor"
-paceline doctor "$work/ort-fp16" "$work/trt-fp16" "$work/trt-int4" || true
+paceline doctor "$work/ort-fp16" "$work/cuda-int4" "$work/trt-fp16" "$work/trt-int4" || true
 said "acceptance"
 result=models/results/gpu-sm${sm/./}
 status=0
-"$python" -m paceline_tools.gpu_acceptance --run "$work/ort-fp16=cuda" --run "$work/trt-fp16=$backend-engine" \
-  --run "$work/trt-int4=$backend-engine" -o "$result" || status=$?
+"$python" -m paceline_tools.gpu_acceptance --run "$work/ort-fp16=cuda" --run "$work/cuda-int4=cuda" \
+  --run "$work/trt-fp16=$backend-engine" --run "$work/trt-int4=$backend-engine" -o "$result" || status=$?
 said "done: $result.json and $result.md"
 exit "$status"

@@ -27,8 +27,9 @@ _NO_FEW_BITS = ("session.disable_quant_qdq", "1")
 def open_on_cpu(path: Path, entry: ModelEntry, max_length: int, *, exact: bool = False) -> OrtModel:
     """Open a graph for texts of at most `max_length` positions.
 
-    A graph of the flavour `trt` gets caches of that length, since its attention reads all of a cache in each step, and
-    float16 in the place of bfloat16, which the CPU provider does not run.
+    A graph of the flavour `cuda` rounds no activations, so it is opened as it is. One of the flavour `trt` gets caches
+    of that length, since its attention reads all of a cache in each step, and float16 in the place of bfloat16, which
+    the CPU provider does not run.
 
     Args:
         path: of the graph, its weights beside it.
@@ -39,7 +40,7 @@ def open_on_cpu(path: Path, entry: ModelEntry, max_length: int, *, exact: bool =
     Raises:
         BundleError: the weights cannot be read.
     """
-    if entry.flavor == "ort" and not exact:
+    if entry.flavor == "cuda" or (entry.flavor == "ort" and not exact):
         return OrtModel(open_session(path), entry)
     model = load_graph(path)
     if entry.flavor == "ort":

@@ -522,7 +522,7 @@ def _export_model(
     source = checkpoint.source
     entry = ModelEntry(
         path=f"{which}/model.onnx",
-        flavor=cast(Literal["ort", "trt"], flavor.name),
+        flavor=cast(Literal["ort", "cuda", "trt"], flavor.name),
         architecture=checkpoint.config.model_type,
         precision=cast(Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"], precision),
         block_size=weights.block_size,

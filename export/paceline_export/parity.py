@@ -95,6 +95,7 @@ TOLERANCES = {
 }
 _ARITHMETIC: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ort": {"fp32": ("fp32",), "fp16": ("fp16",), "int8": ("fp32", "int8"), "int4": ("fp32", "int8")},
+    "cuda": dict.fromkeys(("fp16", "int8", "int4"), ("fp16",)),
     "trt": {**dict.fromkeys(("fp16", "bf16", "int8", "int4"), ("fp16",)), "fp8": ("fp16", "fp8")},
 }
 _NOTES = {"bfloat16": "ONNX Runtime does not run bfloat16 on a CPU: the graph was compared in float16"}

@@ -152,7 +152,7 @@ class ModelEntry:
     """
 
     path: str
-    flavor: Literal["ort", "trt"]
+    flavor: Literal["ort", "cuda", "trt"]
     architecture: str
     precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
     block_size: int | None  # of most quantised weights

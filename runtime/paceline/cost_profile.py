@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .bundle import MANIFEST_NAME, Bundle, build_dataclass
 from .costs import Costs, CostsByLength
+from .engines import INDEX_NAME
 from .errors import BundleError, InvalidInputError, ProfileError, shown
 
 __all__ = [
@@ -169,8 +170,11 @@ def default_folder() -> Path:
     return Path(cache, "paceline", "profiles")
 
 
-def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
-    """The setup that a bundle's models run in, once they are loaded: only then the number of threads is settled."""
+def setup_of(bundle: Bundle, provider: str = "cpu", engines: Path | None = None) -> Setup:
+    """The setup that a bundle's models run in, once they are loaded: only then the number of threads is settled.
+
+    With engines from a folder of their own, that folder's list counts as part of the manifest.
+    """
     import importlib
 
     from .cuda import device_name
@@ -178,8 +182,9 @@ def setup_of(bundle: Bundle, provider: str = "cpu") -> Setup:
     from .providers import find_provider
 
     row = find_provider(provider)
+    listed = [bundle.root / MANIFEST_NAME, *([] if engines is None else [engines / INDEX_NAME])]
     return Setup(
-        bundle=hashlib.sha256((bundle.root / MANIFEST_NAME).read_bytes()).hexdigest(),
+        bundle=hashlib.sha256(b"".join(path.read_bytes() for path in listed)).hexdigest(),
         provider=provider,
         device=device_name() if row.device == "cuda" else cpu_name(),
         cores=len(os.sched_getaffinity(0)),

@@ -26,6 +26,7 @@ __all__ = [
 _MAJORS = (13, 12)
 _NAME_LENGTH = 256
 _CAPABILITY = (75, 76)  # cudaDevAttrComputeCapabilityMajor and …Minor
+_DRIVER = "libcuda.so.1"
 _lock = threading.Lock()
 
 
@@ -57,7 +58,7 @@ def device_name() -> str:
         InstallationError: there is none.
     """
     check_device()
-    driver, buffer = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(_NAME_LENGTH)
+    driver, buffer = ctypes.CDLL(_DRIVER), ctypes.create_string_buffer(_NAME_LENGTH)
     if driver.cuInit(0) or driver.cuDeviceGetName(buffer, _NAME_LENGTH, 0):
         raise InstallationError("The NVIDIA driver does not say what its first device is; see whether nvidia-smi does.")
     return buffer.value.decode(errors="replace")
@@ -112,9 +113,10 @@ def call(name: str, *arguments: object) -> None:
     """Call a function of CUDA's runtime.
 
     Raises:
-        InstallationError: CUDA's runtime is missing, or the function fails.
+        InstallationError: CUDA's runtime or the driver is missing, or the function fails.
     """
     if status := status_of(name, *arguments):
+        _check_driver()
         raise InstallationError(
             f"CUDA cannot be used: {reason(status)} ({name}: error {status}). An NVIDIA GPU is needed, and a driver at "
             f"least as new as CUDA's runtime ({_runtime()._name}); nvidia-smi shows both."
@@ -137,6 +139,17 @@ def reason(status: int) -> str:
     return str(runtime.cudaGetErrorString(status).decode(errors="replace"))
 
 
+def _check_driver() -> None:
+    """See that there is a driver. Where there is none, CUDA's runtime says that the driver is too old."""
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        raise InstallationError(
+            f"CUDA cannot be used: this machine has no NVIDIA driver ({error}). On a machine with an NVIDIA GPU, "
+            "install its driver, until nvidia-smi lists the GPU; without one, choose another provider, such as cpu."
+        ) from error
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """The first of CUDA's runtimes that can be loaded: the system's, or a package's."""
@@ -145,6 +158,7 @@ def _runtime() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
+    _check_driver()
     raise InstallationError(
         f"CUDA's runtime (libcudart.so.{_MAJORS[0]}) is not found, neither by the system nor among the packages: "
         "pip install 'onnxruntime-gpu[cuda,cudnn]' brings it, on a machine with an NVIDIA GPU."

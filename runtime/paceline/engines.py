@@ -13,7 +13,7 @@ from pathlib import Path
 from .bundle import Bundle, EngineEntry, FileEntry, build_dataclass, check_safe_path, file_sha256
 from .errors import BundleError
 
-__all__ = ["INDEX_NAME", "EngineIndex", "engine_fault", "find_engine", "read_index"]
+__all__ = ["INDEX_NAME", "EngineIndex", "build_command", "engine_fault", "find_engine", "read_index"]
 
 INDEX_NAME = "engines.json"
 
@@ -80,7 +80,7 @@ def find_engine(
         raise BundleError(f"{bundle.root} has no {which} model, and so no engine of one.")
     root = bundle.root if folder is None else folder
     index = EngineIndex(bundle.manifest.engines, bundle.manifest.files) if folder is None else read_index(folder)
-    mend = f"Build it: `paceline build {bundle.root} --backend {backend} --sm {sm}`."
+    mend = f"Build it: {build_command(bundle, backend, sm, folder)}."
     left = [engine for engine in index.engines if engine.model == which]
     if not left:
         raise BundleError(f"{root} has no engine of the {which}. {mend}")
@@ -102,6 +102,12 @@ def find_engine(
     if fault := engine_fault(root, engine.path, listed, verify_hash=verify_hash):
         raise BundleError(f"{root}: {fault} {mend}")
     return path, engine
+
+
+def build_command(bundle: Bundle, backend: str, sm: str, folder: Path | None = None) -> str:
+    """What builds the engines of a bundle for a GPU, into the bundle or a folder of their own, in backticks."""
+    where = "" if folder is None else f" -o {folder}"
+    return f"`paceline build {bundle.root} --backend {backend} --sm {sm}{where}`"
 
 
 def engine_fault(root: Path, name: str, listed: FileEntry, *, verify_hash: bool = False) -> str:

@@ -23,6 +23,7 @@ def load(
     prefix_cache_bytes: int = 0,
     huge_pages: bool = True,
     profile: str | Path | None = "auto",
+    engines: str | Path | None = None,
 ) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
@@ -41,6 +42,7 @@ def load(
             machine, number of threads and version of ONNX Runtime, if there is one; one that does not fit is passed
             over with a warning. A path names the profile, which must fit. None plans without: then a seed gives the
             same text whether or not someone has tuned.
+        engines: folder of engines that `paceline build -o` has made of this bundle; None takes those in the bundle.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format; or no engine in it that
@@ -48,14 +50,14 @@ def load(
         InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not
             start; for engines, there is no GPU, or TensorRT is missing.
         InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, a profile that is no path,
-            or a GPU without room for the engines.
+            engines for a provider that runs none, or a GPU without room for them.
         ProfileError: the profile that `profile` names is missing, damaged, or of another setup.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
     from .huge_pages import huge_pages as in_huge_pages
     from .ort import OrtModel
     from .ort_sampler import SamplerGraphs
-    from .providers import find_provider
+    from .providers import PROVIDERS, find_provider
     from .trt import TrtModel
 
     if not isinstance(path, str | Path):
@@ -69,6 +71,15 @@ def load(
     runs_engines = find_provider(provider).engine is not None
     if runs_engines and threads is not None and sampler != "graph":
         raise InvalidInputError(f"threads={threads} is of no use: {provider} runs on the GPU; leave it out.")
+    if engines is not None and (not isinstance(engines, str | Path) or not str(engines)):
+        raise InvalidInputError(f"engines must be the folder of `paceline build -o`, or None, got {shown(engines)}.")
+    if engines is not None and not runs_engines:
+        runners = " or ".join(name for name, row in PROVIDERS.items() if row.engine is not None)
+        raise InvalidInputError(
+            f"engines={str(engines)!r:.80} is of no use: {provider} runs the bundle's graphs; leave it out, or choose "
+            f"the provider {runners}."
+        )
+    folder = None if engines is None else Path(engines)
     profile = check_profile(profile)
     bundle = Bundle.open(path)
     tokenizer = Tokenizer.from_bundle(bundle)
@@ -77,8 +88,8 @@ def load(
     draft: OrtModel | TrtModel | None = None
     max_draft_tokens: int | None = None
     if runs_engines:
-        target = TrtModel.open(bundle, "target", provider=provider)
-        draft = TrtModel.open(bundle, "draft", provider=provider) if bundle.manifest.draft else None
+        target = TrtModel.open(bundle, "target", provider=provider, folder=folder)
+        draft = TrtModel.open(bundle, "draft", provider=provider, folder=folder) if bundle.manifest.draft else None
         max_draft_tokens = target.max_draft_tokens
     else:
         with in_huge_pages(weights if huge_pages and provider == "cpu" else 0):
@@ -87,7 +98,7 @@ def load(
                 draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads)
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
     prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
-    costs = None if profile is None else find_costs(setup_of(bundle, provider), profile)
+    costs = None if profile is None else find_costs(setup_of(bundle, provider, folder), profile)
     return SpeculativeDecoder(
         target,
         draft,

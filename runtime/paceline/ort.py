@@ -333,7 +333,7 @@ class OrtModel:
             raise BundleError(
                 f"{root}: {self.provider.name} leaves the attention of {self.entry.path} to the CPU, so each step "
                 f"would copy its {self.entry.kv_dtype} KV caches there and back. On a GPU caches must be float16: "
-                "export the bundle with --precision fp16."
+                "export the bundle with --flavor cuda, or with --precision fp16."
             )
 
     def _check_in_place(self, root: Path) -> None:

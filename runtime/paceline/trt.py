@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,13 +73,14 @@ class TrtModel:
         self._free: list[SequenceMemory] = []  # of sequences that have ended, for those that begin
 
     @classmethod
-    def open(cls, bundle: Bundle, which: str, *, provider: str) -> TrtModel:
+    def open(cls, bundle: Bundle, which: str, *, provider: str, folder: Path | None = None) -> TrtModel:
         """Load the engine of one of a bundle's models.
 
         Args:
             bundle: an opened bundle, whose engines `paceline build` has made.
             which: `"target"` or `"draft"`.
             provider: a key of `PROVIDERS` that runs engines.
+            folder: of the engines, where they do not lie in the bundle.
 
         Raises:
             InvalidInputError: the bundle has no such model, or the GPU has no room for it.
@@ -90,7 +92,7 @@ class TrtModel:
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
         row = find_provider(provider)
-        return cls(Engine.open(bundle, which, row), entry, read_logit_ids(bundle, entry), row)
+        return cls(Engine.open(bundle, which, row, folder), entry, read_logit_ids(bundle, entry), row)
 
     @property
     def vocab_size(self) -> int:

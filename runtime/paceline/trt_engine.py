@@ -8,6 +8,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from . import cuda
@@ -15,7 +16,7 @@ from .bundle import Bundle, EngineEntry, EngineProfile, ModelEntry
 from .cuda_array import CudaArray
 from .cuda_graph import CudaGraph
 from .device_array import DeviceArray
-from .engines import find_engine
+from .engines import build_command, find_engine
 from .errors import BundleError, InstallationError, InvalidInputError, PacelineError
 from .providers import Provider
 
@@ -83,8 +84,8 @@ class Engine:
         self._profiles = {i: entry.profiles[i] for i in order}
 
     @classmethod
-    def open(cls, bundle: Bundle, which: str, row: Provider) -> Engine:
-        """Deserialise the engine of one of a bundle's models that fits this machine.
+    def open(cls, bundle: Bundle, which: str, row: Provider, folder: Path | None = None) -> Engine:
+        """Deserialise the engine of one of a bundle's models that fits this machine, from the bundle or a folder.
 
         Raises:
             InstallationError: there is no GPU, or its TensorRT is not installed.
@@ -93,7 +94,7 @@ class Engine:
         """
         trt = start(row)
         version, sm = str(trt.__version__), cuda.compute_capability()
-        path, entry = find_engine(bundle, which, backend=row.name, backend_version=version, sm=sm)
+        path, entry = find_engine(bundle, which, backend=row.name, backend_version=version, sm=sm, folder=folder)
         model: ModelEntry = getattr(bundle.manifest, which)
         content = path.read_bytes()
         needed = (entry.weight_bytes or len(content)) + (entry.activation_bytes or 0)
@@ -109,8 +110,8 @@ class Engine:
         if engine is None:
             raise BundleError(
                 f"{row.name} {version} cannot deserialise {path}: {_diagnosis(trt, runtime, content)}"
-                f"{'; '.join(log.errors) or 'no reason was given'}. Build it again: `paceline build {bundle.root} "
-                f"--backend {row.name} --sm {sm}`."
+                f"{'; '.join(log.errors) or 'no reason was given'}. Build it again: "
+                f"{build_command(bundle, row.name, sm, folder)}."
             )
         return cls(trt, runtime, engine, which, entry, model, row.device or "cpu")
 

@@ -365,6 +365,7 @@ def simulated_gpu(*, module: str = "tensorrt_rtx", lazy: bool = False) -> Iterat
     gpu = SimulatedCuda(lazy=lazy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_runtime", lambda: gpu)
+        patch.setattr(cuda, "_check_driver", lambda: None)
         patch.setattr(cuda, "_new_stream", functools.cache(cuda._new_stream.__wrapped__))
         patch.setattr(cuda_graph, "_recording_stream", functools.cache(cuda_graph._recording_stream.__wrapped__))
         patch.setitem(sys.modules, module, simulated_tensorrt(gpu, module))
@@ -374,10 +375,12 @@ def simulated_gpu(*, module: str = "tensorrt_rtx", lazy: bool = False) -> Iterat
         yield gpu
 
 
-def add_engines(root: Path, *, backend: str = "tensorrt-rtx", max_draft_tokens: int = 4, **plan: Any) -> None:
-    """Put engines for the simulated GPU into a bundle, as `paceline build` does."""
+def add_engines(
+    root: Path, *, backend: str = "tensorrt-rtx", max_draft_tokens: int = 4, out: Path | None = None, **plan: Any
+) -> None:
+    """Put engines for the simulated GPU into a bundle, or a folder of their own, as `paceline build` does."""
     bundle = Bundle.open(root)
-    with EngineStore(bundle, None) as store:
+    with EngineStore(bundle, out) as store:
         for which in ("target", "draft"):
             model = getattr(bundle.manifest, which)
             if model is None:
@@ -405,5 +408,5 @@ def add_engines(root: Path, *, backend: str = "tensorrt-rtx", max_draft_tokens: 
                 weight_bytes=1000,
                 activation_bytes=64,
             )
-            store.write(entry, json.dumps(content).encode())
+            store.write([entry], json.dumps(content).encode())
         store.commit()

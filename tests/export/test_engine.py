@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from small_trt import LAYERS, small_profiles, write_small_graph
 from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle, EngineProfile
-from paceline.engines import find_engine
+from paceline.engines import find_engine, read_index
 from paceline.errors import BuildError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS
 from paceline_export.engine.build import Plan, _listeners, build_plan
@@ -36,14 +37,15 @@ RTX = BACKENDS["tensorrt-rtx"]
 Profiles = tuple[EngineProfile, ...]
 
 
-def build(graph: Path, profiles: Profiles | None = None, *, sm: str = "8.9", **options: Any) -> Plan:
-    return build_plan(graph, profiles or small_profiles(), backend=RTX, sm=sm, **options)
+def build(graph: Path, profiles: Profiles | None = None, *, sms: Sequence[str] = ("8.9",), **options: Any) -> Plan:
+    return build_plan(graph, profiles or small_profiles(), backend=RTX, sms=sms, **options)
 
 
-@pytest.mark.parametrize("sm", RTX.targets)
-def test_a_sound_graph_builds_for_every_gpu(sm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sms", [*((sm,) for sm in RTX.targets), RTX.together], ids=", ".join)
+def test_a_sound_graph_builds_for_every_gpu(sms: tuple[str, ...], tmp_path: Path) -> None:
+    """Each alone, and for all that one engine can serve."""
     shares: list[float] = []
-    plan = build(write_small_graph(tmp_path), sm=sm, on_progress=shares.append)
+    plan = build(write_small_graph(tmp_path), sms=sms, on_progress=shares.append)
     assert plan.findings == ()
     assert len(memoryview(plan.content)) > 50_000
     assert plan.attention == LAYERS
@@ -218,14 +220,21 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
         on_progress=lambda stage, done: stages.append(stage),
     )
     again = Bundle.open(pair, verify_hashes=True).manifest
-    assert again.engines == tuple(engine.entry for engine in report.engines)
     assert [(entry.model, entry.sm, entry.precision) for entry in again.engines] == [
         ("target", "8.9", "int4"),
-        ("draft", "8.9", "fp8"),
         ("target", "12.0", "int4"),
+        ("draft", "8.9", "fp8"),
         ("draft", "12.0", "fp8"),
     ]
+    assert [(engine.entry.model, engine.sms) for engine in report.engines] == [
+        ("target", ("8.9",)),
+        ("target", ("12.0",)),
+        ("draft", ("8.9",)),
+        ("draft", ("12.0",)),
+    ]
+    assert len(list((pair / "engines").iterdir())) == 4
     for engine in report.engines:
+        assert engine.entry in again.engines
         assert engine.findings == ()
         names = ["verify", "prefill", "long"] if engine.entry.model == "target" else ["step", "prefill"]
         assert [(profile.name, profile.fused_attention) for profile in engine.profiles] == [(name, 2) for name in names]
@@ -238,10 +247,11 @@ def test_a_bundle_gets_its_engines(pair: Path) -> None:
         assert engine.entry.weight_bytes
         assert engine.entry.activation_bytes
         version = engine.entry.backend_version
-        where = find_engine(
-            Bundle.open(pair), engine.entry.model, backend=RTX.name, backend_version=version, sm=engine.entry.sm
-        )
-        assert where == (pair / engine.entry.path, engine.entry)
+        for sm in engine.sms:
+            path, entry = find_engine(
+                Bundle.open(pair), engine.entry.model, backend=RTX.name, backend_version=version, sm=sm
+            )
+            assert (path, entry) == (pair / engine.entry.path, dataclasses.replace(engine.entry, sm=sm))
     assert stages[0] == "target, compute capability 8.9"
     assert stages[-1] == "list the engines"
 
@@ -255,21 +265,31 @@ def test_a_gpu_that_cannot_hold_one_of_the_models_is_refused_before_any_build(pa
 
 def test_the_other_precisions_build(tmp_path: Path) -> None:
     bundle = Bundle.open(export_pair(tmp_path, "bf16", "int8"))
-    report = build_engines(bundle, ["8.6"], max_length=128, max_draft_tokens=4)
-    assert [(engine.entry.precision, engine.findings) for engine in report.engines] == [("bf16", ()), ("int8", ())]
+    report = build_engines(bundle, ["8.6", "8.9"], max_length=128, max_draft_tokens=4)
+    assert [(engine.entry.precision, engine.sms, engine.findings) for engine in report.engines] == [
+        ("bf16", ("8.6", "8.9"), ()),
+        ("int8", ("8.6",), ()),
+        ("int8", ("8.9",), ()),
+    ]
+    listed = Bundle.open(bundle.root, verify_hashes=True).manifest.engines
+    assert [(entry.model, entry.sm) for entry in listed] == [
+        *(("target", "8.6"), ("target", "8.9")),
+        *(("draft", "8.6"), ("draft", "8.9")),
+    ]
+    assert len({entry.path for entry in listed}) == 3
 
 
 def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import paceline_export.engine.bundle as module
 
     def fail_second(*args: Any, **options: Any) -> Plan:
-        if options["sm"] == "12.0":
+        if options["sms"] == ("12.0",):
             raise BuildError("no")
         return build_plan(*args, **options)
 
     monkeypatch.setattr(module, "build_plan", fail_second)
     with pytest.raises(BuildError, match="no"):
-        build_engines(Bundle.open(pair), ["8.9", "12.0"], max_length=128, out=tmp_path / "out")
+        build_engines(Bundle.open(pair), ["8.9", "12.0"], max_length=128, engine_per_gpu=True, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -277,7 +297,18 @@ def test_when_a_build_fails_nothing_is_kept(pair: Path, tmp_path: Path, monkeypa
 def test_ctrl_c_ends_the_command_and_adds_nothing(number: int, code: int, pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     sms = ",".join(sm for sm in RTX.targets if "fp8" in RTX.targets[sm])
-    command = [sys.executable, "-m", "paceline_tools", "build", str(pair), "--sm", sms, "-o", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline_tools",
+        "build",
+        str(pair),
+        "--sm",
+        sms,
+        "--engine-per-gpu",
+        "-o",
+        str(out),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "target" in process.stderr.readline()
@@ -289,18 +320,37 @@ def test_ctrl_c_ends_the_command_and_adds_nothing(number: int, code: int, pair: 
     assert not out.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "fp8", "int4"])
-def test_smollm2_builds_strictly_for_every_gpu(precision: str, tmp_path: Path) -> None:
-    """Draft and target, with their profiles, in the memory of a small machine."""
-    source = resolve("smollm2-135m", cache_dir=Path(__file__).parents[2] / ".cache")
-    options: dict[str, Any] = {"quality": False, "max_length": 2048}
-    options |= {"calibration": "none"} if precision == "int4" else {}
-    export_bundle(source, source, tmp_path / "bundle", flavor="trt", precision=precision, **options)
+SMOL = """
+import dataclasses, json, sys
+from pathlib import Path
+from paceline.bundle import Bundle
+from paceline_export.engine.bundle import build_engines
+bundle = Bundle.open(sys.argv[1])
+own_draft = Bundle(bundle.root, dataclasses.replace(bundle.manifest, draft=bundle.manifest.target))
+report = build_engines(own_draft, sys.argv[2].split(","), out=Path(sys.argv[3]))
+print(json.dumps(dataclasses.asdict(report), default=str))
+"""
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "int4"))]
+)
+def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callable[[str], Path], tmp_path: Path) -> None:
+    """As target and as its own draft, with their profiles, in the memory of a small machine."""
     sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
-    report = build_engines(Bundle.open(tmp_path / "bundle"), sms)
-    assert len(report.engines) == 2 * len(sms)
-    assert all(profile.fused_attention == 30 for engine in report.engines for profile in engine.profiles)
-    # Few-bit weights are multiplied as they are: written out as floats, SmolLM2's take more than 100 MB.
-    assert all((engine.entry.activation_bytes or 0) < 50e6 for engine in report.engines)
-    assert report.peak_memory < 4e9
+    command = [sys.executable, "-c", SMOL, str(smol_trt(precision)), ",".join(sms), str(tmp_path / "engines")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    groups = [sms] if precision == "fp16" else [[sm] for sm in sms]
+    assert [(engine["entry"]["model"], engine["sms"]) for engine in report["engines"]] == [
+        (which, group) for which in ("target", "draft") for group in groups
+    ]
+    for engine in report["engines"]:
+        names = ["verify", "prefill"] if engine["entry"]["model"] == "target" else ["step", "prefill"]
+        assert [(one["name"], one["fused_attention"]) for one in engine["profiles"]] == [(name, 30) for name in names]
+        assert engine["findings"] == []
+        # Few-bit weights are multiplied as they are: written out as floats, SmolLM2's take more than 100 MB.
+        assert 0 < engine["entry"]["activation_bytes"] < 50e6
+    assert {entry.sm for entry in read_index(tmp_path / "engines").engines} == set(sms)
+    assert report["peak_memory"] < 4e9

@@ -8,6 +8,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import pytest
 from paceline.bundle import Bundle, EngineEntry, EngineProfile, ModelEntry, SourceEntry, TensorSpec
 from paceline.engines import INDEX_NAME, read_index
 from paceline.errors import BundleError, InstallationError, InvalidInputError, PacelineError
-from paceline_export.engine import store
+from paceline_export.engine import build, store
 from paceline_export.engine.backends import BACKENDS, find_backend
 from paceline_export.engine.bundle import build_engines
-from paceline_export.engine.device import compute_capability
+from paceline_export.engine.device import compute_capability, free_bytes
 from paceline_export.engine.profiles import ProfileRows, make_profiles
 from paceline_export.engine.store import EngineStore
 
@@ -93,18 +95,33 @@ def test_numbers_that_make_no_profile_are_refused(change: dict[str, int], messag
 
 @pytest.mark.parametrize(
     ("sm", "precision"),
-    [("7.5", "bf16"), ("7.5", "int4"), ("8.6", "fp8"), ("9.0", "fp16"), ("8.9", "fp32"), ("x", "fp16")],
+    [
+        ("7.5", "bf16"),
+        ("7.5", "int8"),
+        ("7.5", "int4"),
+        ("8.6", "fp8"),
+        ("9.0", "fp16"),
+        ("8.9", "fp32"),
+        ("x", "fp16"),
+    ],
 )
 def test_what_a_gpu_cannot_hold_is_refused_with_the_table(sm: str, precision: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         RTX.check_target(sm, precision)
     text = str(caught.value)
     assert f"'{sm}' " + (f"cannot hold {precision}" if sm in RTX.targets else "is none that it builds for") in text
-    assert "   7.5: fp16, int8\n   8.0: fp16, int8, bf16, int4\n" in text
+    assert "   7.5: fp16\n   8.0: fp16, int8, bf16, int4\n" in text
 
 
 def test_what_a_gpu_can_hold_is_not() -> None:
-    for sm, precision in (("7.5", "int8"), ("8.0", "int4"), ("8.6", "bf16"), ("8.9", "fp8"), ("12.1", "fp16")):
+    for sm, precision in (
+        ("7.5", "fp16"),
+        ("8.0", "int8"),
+        ("8.0", "int4"),
+        ("8.6", "bf16"),
+        ("8.9", "fp8"),
+        ("12.1", "fp16"),
+    ):
         RTX.check_target(sm, precision)
     BACKENDS["tensorrt"].check_target("9.0", "fp8")  # which TensorRT-RTX does not build for
 
@@ -177,6 +194,10 @@ class Driver:
     def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
         return 0
 
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value = 7000
+        return self.status
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
         value._obj.value = {75: 9, 76: 0}[attribute]
         return 0
@@ -196,6 +217,24 @@ def test_the_gpu_at_hand_is_asked_of_its_driver(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ctypes, "CDLL", fail)
     with pytest.raises(InstallationError, match=r"no NVIDIA driver on this machine \(libcuda\.so\.1: cannot open\)"):
         compute_capability()
+
+
+@pytest.mark.parametrize(("backend", "where"), [("tensorrt", "the GPU's"), ("tensorrt-rtx", "the machine's")])
+def test_a_build_without_memory_says_what_is_needed_and_free(
+    backend: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    graph = tmp_path / "model.onnx"
+    (tmp_path / "model.onnx.data").write_bytes(bytes(1234))
+    said = build._lack_of_memory(
+        "[defaultAllocator] Requested amount of GPU memory: out of memory", graph, BACKENDS[backend]
+    )
+    assert re.search(rf"the weights alone take 1234 bytes, .* and \d+ of {where} are free\. .* --workspace", said)
+    if backend == "tensorrt":
+        assert "and 7000 of" in said
+    assert build._lack_of_memory("Attention was not fused", graph, BACKENDS[backend]) == ""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(status=201))  # no context
+    assert free_bytes() is None
 
 
 def test_tensorrt_builds_for_the_gpu_at_hand_alone(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +273,16 @@ def engine(bundle: Bundle, sm: str = "8.9", version: str = "1.7") -> EngineEntry
 
 
 def put(bundle: Bundle, entry: EngineEntry, content: bytes, out: Path | None = None) -> EngineEntry:
-    with EngineStore(bundle, out) as store:
-        assert store.write(entry, bytearray(content)) == len(content)
-        (listed,) = store.commit()
+    (listed,) = put_shared(bundle, [entry], content, out)
     return listed
+
+
+def put_shared(
+    bundle: Bundle, entries: Sequence[EngineEntry], content: bytes, out: Path | None = None
+) -> tuple[EngineEntry, ...]:
+    with EngineStore(bundle, out) as store:
+        assert store.write(entries, bytearray(content)) == len(content)
+        return store.commit()
 
 
 def test_an_engine_is_listed_with_what_it_was_built_for(damaged: Path) -> None:
@@ -266,13 +311,42 @@ def test_an_engine_replaces_that_of_the_same_model_and_gpu(damaged: Path) -> Non
     assert put(bundle, engine(bundle, version="1.8"), b"second") == second  # of the same bytes
 
 
+def test_an_engine_that_serves_several_gpus_is_one_file(damaged: Path) -> None:
+    """It stays until an engine of each of them has taken its place."""
+    bundle = Bundle.open(damaged)
+    both = put_shared(bundle, [engine(bundle, "8.6"), engine(bundle, "8.9")], b"both")
+    assert [entry.sm for entry in both] == ["8.6", "8.9"]
+    (path,) = {entry.path for entry in both}
+    assert path.startswith("engines/target-tensorrt-rtx-sm86-89-")
+    alone = put(bundle, engine(bundle, "8.6"), b"alone")
+    again = Bundle.open(damaged, verify_hashes=True)
+    assert again.manifest.engines == (both[1], alone)
+    assert (damaged / path).read_bytes() == b"both"
+    assert path in again.manifest.files
+    last = put(bundle, engine(bundle, "8.9"), b"last")
+    again = Bundle.open(damaged, verify_hashes=True)
+    assert again.manifest.engines == (alone, last)
+    assert path not in again.manifest.files
+    assert sorted((damaged / "engines").iterdir()) == sorted(damaged / entry.path for entry in (alone, last))
+
+
+def test_which_gpus_one_engine_serves() -> None:
+    for precision in ("fp16", "bf16"):
+        assert RTX.groups(["8.9", "7.5", "8.6"], precision) == [("8.9", "8.6"), ("7.5",)]
+        assert RTX.groups(["7.5"], precision) == [("7.5",)]
+        assert BACKENDS["tensorrt"].groups(["8.9"], precision) == [("8.9",)]
+    for precision in ("fp8", "int8", "int4"):
+        assert RTX.groups(["8.9", "7.5", "8.6"], precision) == [("8.9",), ("7.5",), ("8.6",)]
+    assert set(RTX.together) < set(RTX.targets)
+
+
 def test_without_a_commit_nothing_stays(damaged: Path) -> None:
     bundle = Bundle.open(damaged)
     before = sorted(damaged.rglob("*")), (damaged / "paceline.json").read_text()
 
     def fail() -> None:
         with EngineStore(bundle, None) as store:
-            store.write(engine(bundle), b"plan")
+            store.write([engine(bundle)], b"plan")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -322,8 +396,8 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_build(
             caught.value
         )
 
-    refuse(damaged, None, "pass -o FOLDER for engines elsewhere")
-    refuse(damaged / "engines", None, "pass -o FOLDER for engines elsewhere")
+    refuse(damaged, None, "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads")
+    refuse(damaged / "engines", None, "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads")
     refuse(tmp_path / "out", tmp_path / "out", "name another folder with -o")
     assert sorted(damaged.rglob("*")) == before
     assert not (tmp_path / "out").exists()

@@ -229,6 +229,7 @@ def test_int4_is_stored_in_symmetric_blocks_and_attention_in_rows_of_eight_bits(
         else:
             expected = quantize(original[name], bits=4, block_size=128, symmetric=True)
         torch.testing.assert_close(stored[name], torch.from_numpy(dequantize(expected)), rtol=2**-11, atol=0)
+    assert bundle.manifest.target.block_size == 128  # of most that have 4 bits
     graph = graph_of(bundle).graph
     initializers = {value.name: value for value in graph.initializer}
     for node in graph.node:
@@ -302,13 +303,14 @@ def test_a_graph_cannot_be_lengthened(length: int, plain: Bundle) -> None:
 def test_a_flavour_says_which_precisions_it_has() -> None:
     assert {name: list(flavor.precisions) for name, flavor in FLAVORS.items()} == {
         "ort": ["fp32", "fp16", "int8", "int4"],
+        "cuda": ["fp16", "int8", "int4"],
         "trt": ["fp16", "bf16", "fp8", "int8", "int4"],
     }
     with pytest.raises(
         InvalidInputError, match="'fp32' for the flavour trt: expected one of fp16, bf16, fp8, int8, int4"
     ):
         find_flavor("trt").weight_format("fp32")
-    with pytest.raises(InvalidInputError, match="Unknown flavour 'x': expected one of ort, trt"):
+    with pytest.raises(InvalidInputError, match="Unknown flavour 'x': expected one of ort, cuda, trt"):
         find_flavor("x")
 
 
@@ -321,7 +323,7 @@ def test_a_precision_of_another_flavour_is_refused_before_any_work(llama: Path, 
 
 def test_what_tensorrt_cannot_express_is_refused_with_the_reason(tmp_path: Path) -> None:
     capped = transformers.Gemma2Config(**sizes(head_dim=16, sliding_window=16, attn_logit_softcapping=5.0))
-    with pytest.raises(CheckpointError, match=r"bounds its scores \(softcap 5\).* flavour ort"):
+    with pytest.raises(CheckpointError, match=r"bounds its scores \(softcap 5\).* --flavor ort"):
         trace(capped, max_length=64, dtype="float16", flavor=TRT)
     with pytest.raises(CheckpointError, match="has 72 columns in blocks of 128, but TensorRT reads 4 bits in blocks"):
         TRT.weights.quantize("x", torch.ones(4, 72), bits=4, block_size=128, symmetric=True)
@@ -346,5 +348,7 @@ def test_symmetric_numbers_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_flavour_is_not_read(plain: Bundle) -> None:
     text = dataclasses.replace(plain.manifest).to_json().replace('"flavor": "trt"', '"flavor": "mlx"')
-    with pytest.raises(paceline.PacelineError, match=r"target\.flavor is 'mlx'; this paceline knows 'ort', 'trt'"):
+    with pytest.raises(
+        paceline.PacelineError, match=r"target\.flavor is 'mlx'; this paceline knows 'ort', 'cuda', 'trt'"
+    ):
         paceline.bundle.Manifest.from_json(text)

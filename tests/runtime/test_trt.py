@@ -405,6 +405,45 @@ def test_a_bundle_without_engines(tiny_bundle: Path, gpu: SimulatedCuda) -> None
         open_session(b"", provider=PROVIDER)
 
 
+def test_engines_in_a_folder_of_their_own(damaged: Path, gpu: SimulatedCuda, tmp_path: Path) -> None:
+    wanted = text_of(paceline.load(damaged, provider=PROVIDER), SAMPLINGS["temperature"], num_draft_tokens=3)
+    shutil.rmtree(damaged / "engines")
+    with pytest.raises(BundleError, match=r"is missing\. Build it: `paceline build .* --sm 8\.9`\."):
+        paceline.load(damaged, provider=PROVIDER)
+    folder = tmp_path / "elsewhere"
+    with pytest.raises(
+        BundleError, match=rf"{folder} has no engines\.json: `paceline build DIR -o {folder}` makes one"
+    ):
+        paceline.load(damaged, provider=PROVIDER, engines=folder)
+    add_engines(damaged, max_draft_tokens=K, out=folder)
+    decoder = paceline.load(damaged, provider=PROVIDER, engines=str(folder))
+    assert text_of(decoder, SAMPLINGS["temperature"], num_draft_tokens=3) == wanted
+    gpu.sm = "12.0"
+    with pytest.raises(BundleError, match=rf"{folder}: .* this GPU has 12\.0\. Build it: .* --sm 12\.0 -o {folder}`\."):
+        paceline.load(damaged, provider=PROVIDER, engines=folder)
+
+
+@pytest.mark.parametrize(
+    ("engines", "provider", "message"),
+    [
+        ("x", "cpu", r"engines='x' is of no use: cpu runs the bundle's graphs; .* tensorrt-rtx-engine or tensorrt-eng"),
+        ("", PROVIDER, r"engines must be the folder of `paceline build -o`, or None, got ''"),
+        (7, PROVIDER, r"engines must be the folder of `paceline build -o`, or None, got 7"),
+    ],
+)
+def test_engines_that_cannot_be_honoured(bundle: Path, engines: Any, provider: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        paceline.load(bundle, provider=provider, engines=engines)
+
+
+def test_costs_are_of_the_engines_that_were_measured(bundle: Path, gpu: SimulatedCuda, tmp_path: Path) -> None:
+    from paceline.cost_profile import setup_of
+
+    add_engines(bundle, max_draft_tokens=K, out=tmp_path)
+    opened = Bundle.open(bundle)
+    assert setup_of(opened, PROVIDER) != setup_of(opened, PROVIDER, tmp_path)
+
+
 def engine_file(bundle: Path, which: str = "target") -> Path:
     return next((bundle / "engines").glob(f"{which}-*"))
 

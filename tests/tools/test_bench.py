@@ -249,7 +249,7 @@ def test_a_disk_that_is_full_leaves_no_half_file_and_loses_no_figure(tmp_path: P
         (["--draft-tokens", "two"], "auto or a number of at least 1"),
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "hot"], "numbers with commas between them are expected"),
-        (["--top-p", "2"], "top_p"),
+        (["--top-p", "2"], "--top-p must be"),
         (["--prompts", "nowhere.jsonl"], "cannot be read (No such file or directory)"),
         (["--prompts", "spec-bench"], "give its file"),
         (["--repeats", "0"], "is not in the range x>=1"),

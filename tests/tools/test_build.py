@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             *("engines/a.engine", "target", "tensorrt-rtx", "1.7.1.116", "8.9", "int4", "0" * 64, 4096, 4, 2, profiles)
         )
         said = (ProfileReport("verify", 12_300_000, 30), ProfileReport("prefill", None, 29))
-        engine = EngineReport(entry, 333_000_000, 34.0, 30, said, ("something was dropped",))
+        engine = EngineReport(entry, ("8.9", "12.0"), 333_000_000, 34.0, 30, said, ("something was dropped",))
         return BuildReport(bundle.root, 65.0, 1_600_000_000, (engine,))
 
     monkeypatch.setattr(paceline_export.engine.bundle, "build_engines", build_engines)
@@ -51,7 +51,7 @@ def test_all_options_arrive(invoke: Invoke, seen: dict[str, Any], bundle: Path, 
         *("build", bundle, "--backend", "tensorrt-rtx", "--sm", "8.6,12.0", "--max-length", 2048),
         *("--max-draft-tokens", 4, "--max-batch", 2, "--workspace", "1.5GiB", "--timing-cache", tmp_path / "timings"),
         *("--profile", "target:verify=1,5,9", "--profile", "draft:long=64,256,512"),
-        *("--no-strict", "-o", tmp_path / "out"),
+        *("--no-strict", "--engine-per-gpu", "-o", tmp_path / "out"),
     )
     assert result.exit_code == 0, result.output
     del seen["on_progress"]
@@ -69,22 +69,25 @@ def test_all_options_arrive(invoke: Invoke, seen: dict[str, Any], bundle: Path, 
         "workspace": 3 << 29,
         "timing_cache": tmp_path / "timings",
         "strict": False,
+        "engine_per_gpu": True,
         "out": tmp_path / "out",
     }
+    assert result.stdout.endswith(f"--engines {tmp_path / 'out'}`.\n")
     assert result.stderr == " 25%  target, compute capability 8.9\n"
 
 
 def test_the_report(invoke: Invoke, seen: dict[str, Any], bundle: Path) -> None:
     result = invoke("build", bundle, "--sm", "8.9")
-    assert (seen["strict"], seen["max_length"], seen["max_draft_tokens"], seen["max_batch"]) == (True, None, 8, 1)
+    assert (seen["strict"], seen["engine_per_gpu"]) == (True, False)
+    assert (seen["max_length"], seen["max_draft_tokens"], seen["max_batch"]) == (None, 8, 1)
     assert seen["profile_rows"] == ()
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     for line in (
         "engine time on disk weights",
-        "target, int4, SM 8.9 34 s 333 MB –",
-        "target, SM 8.9, verify 1 … 5, tuned at 5 12.3 MB 30 of 30",
-        "target, SM 8.9, prefill 1 … 256, tuned at 256 – 29 of 30",
-        "Warning: target, SM 8.9: something was dropped.",
+        "target, int4, SM 8.9, 12.0 34 s 333 MB –",
+        "target, SM 8.9, 12.0, verify 1 … 5, tuned at 5 12.3 MB 30 of 30",
+        "target, SM 8.9, 12.0, prefill 1 … 256, tuned at 256 – 29 of 30",
+        "Warning: target, SM 8.9, 12.0: something was dropped.",
         "Built by tensorrt-rtx 1.7.1.116 for caches of 4096 positions, at most 4 drafted tokens and 2 texts at once; "
         "not run on a GPU.",
         f"Wrote 333 MB to {bundle} in 1 min 05 s; peak memory 1.6 GB.",

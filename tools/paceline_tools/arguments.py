@@ -29,6 +29,7 @@ __all__ = [
     "DraftVocab",
     "NumberRange",
     "check_text",
+    "engines_option",
     "profile_option",
     "provider_option",
     "threads_option",
@@ -115,8 +116,8 @@ class DraftVocab(click.ParamType[int]):
             number = 0 if value == "full" else int(value)
         except ValueError:
             number = -1
-        if number < 0:
-            self.fail(f"got {value!r}; full or a number of ids is expected.", param, ctx)
+        if number < 0 or (number == 0 and value != "full"):
+            self.fail(f"got {value!r}; full or a number of ids of at least 1 is expected.", param, ctx)
         return number
 
 
@@ -220,6 +221,13 @@ provider_option = click.option(
     default="cpu",
     show_default=True,
     help="What runs the models; `paceline doctor` says which start here.",
+)
+engines_option = click.option(
+    "--engines",
+    "engine_folder",
+    metavar="DIR",
+    type=FOLDER,
+    help="Engines that `paceline build -o DIR` made.  [default: those in the bundle]",
 )
 threads_option = click.option(
     "--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]"

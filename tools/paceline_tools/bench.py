@@ -16,6 +16,7 @@ from .arguments import (
     NUMBERS,
     OUTPUT_FILE,
     NumberRange,
+    engines_option,
     profile_option,
     provider_option,
     threads_option,
@@ -130,6 +131,7 @@ _OUTPUTS = {"json_file": "--json", "html_file": "--html", "markdown_file": "--ma
     help="Beside one text at a time, also write so many at once, as `paceline serve` does.",
 )
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 @click.option(

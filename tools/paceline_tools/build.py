@@ -36,7 +36,7 @@ __all__ = ["command"]
     metavar="LIST",
     type=CAPABILITIES,
     help="Compute capabilities of the GPUs to build for, such as 8.6,8.9; tensorrt-rtx must be told. An engine serves "
-    "its own alone.",
+    "these and no others.",
 )
 @click.option("--max-length", metavar="N", type=int, help="Positions of the caches.  [default: the graphs']")
 @click.option(
@@ -64,6 +64,11 @@ __all__ = ["command"]
     show_default=True,
     help="Refuse an engine in which something is dropped, unused, inconsistent or not fused.",
 )
+@click.option(
+    "--engine-per-gpu",
+    is_flag=True,
+    help="An engine for each compute capability, where tensorrt-rtx would make one for several (fp16 and bf16).",
+)
 @click.option("-o", "--out", metavar="DIR", type=FOLDER, help="Folder for the engines.  [default: into the bundle]")
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as one JSON document.")
 def command(
@@ -77,6 +82,7 @@ def command(
     workspace: int | None,
     timing_cache: Path | None,
     strict: bool,
+    engine_per_gpu: bool,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -104,16 +110,22 @@ def command(
             workspace=workspace,
             timing_cache=timing_cache,
             strict=strict,
+            engine_per_gpu=engine_per_gpu,
             out=out,
             on_progress=on_progress,
         )
-    click.echo(json.dumps(asdict(report), default=str, indent=1) if as_json else _text(report))
+    if as_json:
+        click.echo(json.dumps(asdict(report), default=str, indent=1))
+        return
+    click.echo(_text(report))
+    if out is not None:
+        click.echo(f"They are loaded with --engines {out}, as in `paceline generate {folder} --engines {out}`.")
 
 
 def _text(report: BuildReport) -> str:
     engines = [
         (
-            f"{engine.entry.model}, {engine.entry.precision}, SM {engine.entry.sm}",
+            f"{engine.entry.model}, {engine.entry.precision}, SM {', '.join(engine.sms)}",
             duration(engine.seconds),
             size(engine.bytes),
             "–" if engine.entry.weight_bytes is None else size(engine.entry.weight_bytes),
@@ -126,14 +138,14 @@ def _text(report: BuildReport) -> str:
             least, usual, most = (shape[1] for shape in profile.shapes["input_ids"])
             profiles.append(
                 (
-                    f"{engine.entry.model}, SM {engine.entry.sm}, {profile.name}",
+                    f"{engine.entry.model}, SM {', '.join(engine.sms)}, {profile.name}",
                     f"{least} … {most}, tuned at {usual}",
                     "–" if said.activation_bytes is None else size(said.activation_bytes),
                     f"{said.fused_attention} of {engine.attention}",
                 )
             )
     first = report.engines[0].entry
-    findings = [f"{e.entry.model}, SM {e.entry.sm}: {text}" for e in report.engines for text in e.findings]
+    findings = [f"{e.entry.model}, SM {', '.join(e.sms)}: {text}" for e in report.engines for text in e.findings]
     return "\n".join(
         (
             table(("engine", "time", "on disk", "weights"), engines),

@@ -20,6 +20,8 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
+from .wording import in_options
+
 __all__ = ["COMMANDS", "cli"]
 
 INTERRUPTED = 130
@@ -112,8 +114,10 @@ class PacelineGroup(click.Group):
 
             if not isinstance(error, PacelineError):
                 raise
-            failure = UsageFailure if isinstance(error, InvalidInputError) else click.ClickException
-            raise failure(str(error)) from error
+            if not isinstance(error, InvalidInputError):
+                raise click.ClickException(str(error)) from error
+            called = importlib.import_module(f".{ctx.invoked_subcommand}", __package__).command
+            raise UsageFailure(in_options(str(error), called.params)) from error
 
 
 def _lost_output() -> OSError | None:

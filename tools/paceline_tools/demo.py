@@ -13,7 +13,7 @@ import paceline
 from paceline.errors import InvalidInputError
 from paceline.tokenizer import Tokenizer
 
-from .arguments import FOLDER, OUTPUT_FILE, DraftTokens, provider_option, threads_option
+from .arguments import FOLDER, OUTPUT_FILE, DraftTokens, engines_option, provider_option, threads_option
 from .files import write_whole
 from .measure import Comparison, compare, machine
 from .progress import stages
@@ -71,6 +71,7 @@ PROMPTS = (
     help="Measured runs of each prompt, plain and speculative each; an even number is fair to both orders.",
 )
 @provider_option
+@engines_option
 @threads_option
 @click.option(
     "--json",
@@ -84,6 +85,7 @@ def command(
     max_new_tokens: int,
     repeats: int,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     json_file: Path | None,
 ) -> None:
@@ -92,7 +94,7 @@ def command(
     The answers are greedy and speculative. Then every prompt runs plain and speculative in turn, and a table compares
     the two. Both should write the same text; where they do not, the place is shown.
     """
-    decoder = paceline.load(folder, provider=provider, threads=threads)
+    decoder = paceline.load(folder, provider=provider, threads=threads, engines=engine_folder)
     if decoder.draft is None or decoder.tokenizer is None:
         raise InvalidInputError(f"{folder} has no draft model, and the demo compares with one: export with --draft.")
     encode = decoder.tokenizer.encode_chat

@@ -202,5 +202,5 @@ def _refusal(provider: str, bundle: Bundle, needed: int, free: int | None, gpu: 
                 f"no engine of the {' and the '.join(missing)} for compute capability {sm}; `paceline build` makes it"
             )
     elif any(model is not None and model.kv_dtype != "float16" for model in models.values()):
-        return "its KV caches are not float16; export with --precision fp16"
+        return "its KV caches are not float16; export with --flavor cuda"
     return f"{size(gpu_bytes)} of the GPU's memory are free" if gpu_bytes < needed else ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _CALIBRATIONS = click.Choice(["gptq", "none"])
-_FLAVORS = click.Choice(["ort", "trt"])
+_FLAVORS = click.Choice(["ort", "cuda", "trt"])
 _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
 
 
@@ -40,14 +40,16 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
     type=_FLAVORS,
     default="ort",
     show_default=True,
-    help="What the graphs are for: ort, ONNX Runtime; trt, TensorRT (`paceline build`).",
+    help="What the graphs are for: ort, ONNX Runtime on a processor; cuda, ONNX Runtime on NVIDIA's GPUs; trt, "
+    "TensorRT (`paceline build`).",
 )
 @click.option(
     "--precision",
     type=_PRECISIONS,
     default="int4",
     show_default=True,
-    help="How weights are stored: fp32, fp16, int8, int4 for ort; fp16, bf16, fp8, int8, int4 for trt.",
+    help="How weights are stored: fp32, fp16, int8, int4 for ort; fp16, int8, int4 for cuda; fp16, bf16, fp8, int8, "
+    "int4 for trt.",
 )
 @click.option("--draft-precision", type=_PRECISIONS, help="The draft's.  [default: as --precision]")
 @click.option(

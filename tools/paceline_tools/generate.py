@@ -19,7 +19,15 @@ from paceline.drafters import DRAFTERS
 from paceline.errors import InvalidInputError
 from paceline.grammar import GrammarConstraint
 
-from .arguments import DRAFT_TOKENS, FOLDER, check_text, profile_option, provider_option, threads_option
+from .arguments import (
+    DRAFT_TOKENS,
+    FOLDER,
+    check_text,
+    engines_option,
+    profile_option,
+    provider_option,
+    threads_option,
+)
 from .sampling_options import sampling_options, verification_option
 from .tables import duration, number, percent
 
@@ -73,6 +81,7 @@ __all__ = ["command", "stats_text"]
     help="With --json: the logprob of every token, and of the N most probable ones.",
 )
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 @click.option("--stats", "show_stats", is_flag=True, help="Print counters and timings to stderr at the end.")
@@ -98,6 +107,7 @@ def command(
     regex: str | None,
     logprobs: int | None,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
     show_stats: bool,
@@ -134,7 +144,13 @@ def command(
         except InvalidInputError as error:
             raise click.UsageError(f"--draft-temperature: {error}") from error
 
-    decoder = paceline.load(bundle, provider=provider, threads=threads, profile=None if profile == "none" else profile)
+    decoder = paceline.load(
+        bundle,
+        provider=provider,
+        threads=threads,
+        profile=None if profile == "none" else profile,
+        engines=engine_folder,
+    )
     generation = decoder.generate(
         _chat_ids(decoder, text, system) if chat else text,
         sampling,

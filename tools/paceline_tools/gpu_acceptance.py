@@ -32,7 +32,7 @@ from paceline.providers import PROVIDERS, find_provider
 from paceline.trt import TrtKVCache, TrtModel
 from paceline.trt_engine import Engine
 
-from .invariants import TOLERANCES, Difference
+from .invariants import Difference, tolerance_of
 from .measure import compare, machine
 from .proof import prove
 from .tables import number, table
@@ -56,10 +56,7 @@ def accept(
         PacelineError: the bundle or the provider cannot be used at all.
     """
     bundle, device = Bundle.open(folder), find_provider(provider).device
-    target = bundle.manifest.target
-    # In the flavour `trt`, few bits are those of weights alone; products are float16's.
-    in_half = target.flavor == "trt" and target.precision in ("int8", "int4")
-    tolerance = TOLERANCES["fp16" if in_half else target.precision]
+    tolerance = tolerance_of(bundle.manifest.target)
     decoder = paceline.load(folder, provider=provider, profile=None)
     tokenizer = decoder.tokenizer
     assert tokenizer is not None  # a bundle has one

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import SamplingParams, SpeculativeDecoder
+from paceline.bundle import ModelEntry
 from paceline.drafters import DraftModelDrafter
 from paceline.kv_cache import KVCache
 from paceline.model import CausalLM
@@ -19,7 +20,16 @@ from paceline.sampling import distribution
 from paceline.streams import Chance, Streams
 from paceline.verify import Draft
 
-__all__ = ["TOLERANCES", "Difference", "GreedyText", "Tolerance", "cache_rounds", "greedy_texts", "row_rounding"]
+__all__ = [
+    "TOLERANCES",
+    "Difference",
+    "GreedyText",
+    "Tolerance",
+    "cache_rounds",
+    "greedy_texts",
+    "row_rounding",
+    "tolerance_of",
+]
 
 _RAW = SamplingParams(temperature=1.0)
 
@@ -41,11 +51,17 @@ class Tolerance:
 TOLERANCES = {
     "fp32": Tolerance(1e-3, 1e-3),
     "fp16": Tolerance(0.1, 0.02),
-    "bf16": Tolerance(0.8, 0.16),  # 8 times as coarse; not yet measured, since engines alone compute in it
+    "bf16": Tolerance(0.8, 0.16),  # 3 bits fewer than float16, so 8 times as coarse; derived, not yet measured
     "fp8": Tolerance(0.5, 0.2),
     "int8": Tolerance(0.5, 0.2),
     "int4": Tolerance(0.5, 0.2),
 }
+
+
+def tolerance_of(target: ModelEntry) -> Tolerance:
+    """What holds for a model. Outside the flavour `ort` few bits are those of weights alone; products are float16's."""
+    few_bits = target.precision in ("int8", "int4")
+    return TOLERANCES["fp16" if few_bits and target.flavor != "ort" else target.precision]
 
 
 @dataclass(frozen=True, slots=True)

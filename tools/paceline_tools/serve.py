@@ -17,7 +17,7 @@ from paceline_server.record import Journal
 from paceline_server.server import Address, serve
 from paceline_server.traces import Traces
 
-from .arguments import FOLDER, NumberRange, profile_option, provider_option, threads_option
+from .arguments import FOLDER, NumberRange, engines_option, profile_option, provider_option, threads_option
 
 __all__ = ["command"]
 
@@ -98,6 +98,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     help="Send OpenTelemetry traces to where OTEL_EXPORTER_OTLP_ENDPOINT says.",
 )  # fmt: skip
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 def command(
@@ -124,6 +125,7 @@ def command(
     log_prompts: bool,
     with_traces: bool,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
 ) -> None:
@@ -156,6 +158,7 @@ def command(
         threads=threads,
         prefix_cache_bytes=int(prefix_cache * _GIB),
         profile=None if profile == "none" else profile,
+        engines=engine_folder,
     )
     decoder = load()
     engine = paceline.AsyncEngine(

@@ -25,7 +25,7 @@ from paceline.planner import MOST_DRAFT_TOKENS
 from paceline.theory import best_num_draft_tokens, speedup
 from paceline.trt import TrtKVCache, TrtModel
 
-from .arguments import FOLDER, OUTPUT_FILE, provider_option, threads_option
+from .arguments import FOLDER, OUTPUT_FILE, engines_option, provider_option, threads_option
 from .progress import stages
 from .tables import duration, number, table
 
@@ -76,6 +76,7 @@ class Lengths(click.ParamType[tuple[int, ...]]):
     help="Measured runs of each kind; the profile holds their medians.",
 )
 @provider_option
+@engines_option
 @threads_option
 @click.option(
     "-o",
@@ -89,6 +90,7 @@ def command(
     lengths: tuple[int, ...] | None,
     repeats: int,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     output: Path | None,
     as_json: bool,
@@ -102,12 +104,12 @@ def command(
     bundle = Bundle.open(folder)
     lengths = _checked_lengths(bundle, lengths)
     # Loaded as for a generation: where the weights lie in memory decides what a pass takes.
-    decoder = paceline.load(folder, provider=provider, threads=threads, profile=None)
+    decoder = paceline.load(folder, provider=provider, threads=threads, profile=None, engines=engine_folder)
     target, draft = cast(_Model, decoder.target), cast(_Model | None, decoder.draft)
     started = time.perf_counter()
     with stages() as on_progress:
         times = measure(target, draft, lengths, repeats, on_progress)
-    setup = setup_of(bundle, provider)
+    setup = setup_of(bundle, provider, engine_folder)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
     spreads = {kind: _spread(values) for kind, values in times.items()}
 

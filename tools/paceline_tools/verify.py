@@ -15,7 +15,7 @@ import paceline
 from paceline import Bundle, SamplingParams
 from paceline.errors import InvalidInputError
 
-from .arguments import FOLDER, NumberRange, check_text, provider_option, threads_option
+from .arguments import FOLDER, NumberRange, check_text, engines_option, provider_option, threads_option
 from .progress import stages
 from .sampling_options import sampling_options, verification_option
 from .tables import number, table
@@ -66,6 +66,7 @@ PROMPTS = ("def fibonacci(n):\n    ", "The capital of France is", "Once upon a t
 )
 @click.option("--seed", type=int, help="Makes the draws repeatable.  [default: a fresh one, which is printed]")
 @provider_option
+@engines_option
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.pass_context
@@ -81,6 +82,7 @@ def command(
     alpha: float,
     seed: int | None,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     as_json: bool,
     **knobs: Any,
@@ -94,7 +96,7 @@ def command(
     for text in texts:
         check_text("--prompt", text)
     sampling = SamplingParams(**knobs, seed=secrets.randbits(32) if seed is None else seed)
-    decoder = paceline.load(folder, provider=provider, threads=threads)
+    decoder = paceline.load(folder, provider=provider, threads=threads, engines=engine_folder)
     tokenizer = decoder.tokenizer
     if decoder.draft is None or tokenizer is None:
         raise InvalidInputError(f"{folder} has no draft model, so nothing is speculative: export with --draft.")
@@ -106,10 +108,11 @@ def command(
         for index, text in enumerate(texts, 1)
     }
 
-    from .invariants import TOLERANCES
+    from .invariants import tolerance_of
     from .proof import prove
 
-    precision = Bundle.open(folder).manifest.target.precision
+    target = Bundle.open(folder).manifest.target
+    precision = target.precision
     with stages() as on_progress:
         proof = prove(
             decoder,
@@ -119,7 +122,7 @@ def command(
             verification=verification,
             samples=samples,
             alpha=alpha,
-            tolerance=TOLERANCES[precision],
+            tolerance=tolerance_of(target),
             on_progress=on_progress,
         )
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Backend:
         module: what is imported.
         mend: how to install it.
         targets: precisions that a GPU's engine can have, by its compute capability.
+        together: compute capabilities that one engine of float weights may serve together; any other's is its own.
         times_kernels: whether a build times kernels: then it needs the GPU that it builds for, and a cache of timings
             serves the next one.
     """
@@ -34,6 +35,7 @@ class Backend:
     mend: str
     targets: Mapping[str, tuple[str, ...]]
     times_kernels: bool
+    together: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import the package.
@@ -65,21 +67,33 @@ class Backend:
                 "--sm, or export with another --precision."
             )
 
+    def groups(self, sms: Sequence[str], precision: str) -> list[tuple[str, ...]]:
+        """The compute capabilities, those together that one engine serves, in the order in which they are given.
+
+        Only float weights share an engine. In one for several GPUs TensorRT-RTX 1.7 has been seen to write weights of
+        8 bits out as floats in each step, which it does not for one GPU.
+        """
+        together = self.together if precision in ("fp16", "bf16") else ()
+        shared = tuple(sm for sm in sms if sm in together)
+        alone: list[tuple[str, ...]] = [(sm,) for sm in sms if sm not in together]
+        return [shared, *alone] if shared else alone
+
     def table(self) -> str:
         """Compute capabilities and their precisions, one line each."""
         return "\n".join(f"  {sm:>4}: {', '.join(precisions)}" for sm, precisions in self.targets.items())
 
 
 # Capabilities 9.0 and 10.x (H100, H200, B200) are not among what TensorRT-RTX builds for. What each precision needs is
-# NVIDIA's: bfloat16 and 4-bit weights Ampere, float8 Ada.
+# NVIDIA's: bfloat16 and few-bit weights Ampere, float8 Ada; models/engines.md says where that was read.
 _NVIDIA = "https://pypi.nvidia.com"  # on PyPI, these packages are stubs, or parts without a builder
 BACKENDS = {
     "tensorrt-rtx": Backend(
         name="tensorrt-rtx",
         module="tensorrt_rtx",
         mend="pip install 'paceline[trt]', or tensorrt-rtx from PyPI",
-        targets={"7.5": _ALWAYS, "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
+        targets={"7.5": ("fp16",), "8.0": _AMPERE, "8.6": _AMPERE, "8.9": _ADA, "12.0": _ADA, "12.1": _ADA},
         times_kernels=False,
+        together=("8.0", "8.6", "8.9", "12.0", "12.1"),
     ),
     "tensorrt": Backend(
         name="tensorrt",

@@ -17,6 +17,7 @@ from paceline.errors import BuildError, InvalidInputError
 from paceline_export.passes.static_length import POSITIONS, set_static_length
 
 from .backends import Backend
+from .device import free_bytes, free_host_bytes
 from .interruption import Interruption
 from .traps import (
     fused_attention,
@@ -28,6 +29,8 @@ from .traps import (
 )
 
 __all__ = ["Plan", "ProfileReport", "build_plan"]
+
+_NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|cannot allocate|insufficient memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +70,21 @@ def build_plan(
     profiles: Sequence[EngineProfile],
     *,
     backend: Backend,
-    sm: str,
+    sms: Sequence[str],
     max_length: int | None = None,
     workspace: int | None = None,
     timing_cache: Path | None = None,
     strict: bool = True,
     on_progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """Build an engine of a graph, for a GPU that need not be there where the backend times no kernels.
+    """Build an engine of a graph, for GPUs that need not be there where the backend times no kernels.
 
     Args:
         graph: an ONNX file of the flavour `trt`, its weights beside it.
         profiles: the shapes to build for.
         backend: what builds.
-        sm: compute capability, such as `8.9`, one of the backend's.
+        sms: compute capabilities that the engine shall serve, such as `8.9`: some of the backend's, which it builds for
+            together.
         max_length: positions of the caches, at most the graph's; None leaves the graph as it is.
         workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
         timing_cache: file of kernels' timings to read, if it is there, and to write.
@@ -101,7 +105,7 @@ def build_plan(
     model = _graph(graph, max_length)
     inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
     attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
-    what = f"{graph} for compute capability {sm}"
+    what = f"{graph} for compute capability {', '.join(sms)}"
 
     with interruption.kept():
         builder = trt.Builder(log)
@@ -119,8 +123,9 @@ def build_plan(
 
     config = builder.create_builder_config()
     if not backend.times_kernels:
-        config.num_compute_capabilities = 1
-        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), 0)
+        config.num_compute_capabilities = len(sms)
+        for place, sm in enumerate(sms):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm.replace('.', '')}"), place)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         # TensorRT-RTX allocates no memory of its own in a pass then, which a CUDA graph could not record.
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
@@ -136,7 +141,8 @@ def build_plan(
         before = len(log.warnings)
         plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise BuildError(f"{backend.name} cannot build {what}: {'; '.join(log.errors) or 'no reason was given'}")
+        said = "; ".join(log.errors) or "no reason was given"
+        raise BuildError(f"{backend.name} cannot build {what}: {said}{_lack_of_memory(said, graph, backend)}")
     if timing_cache is not None:
         cache = config.get_timing_cache()
         timing_cache.write_bytes(memoryview(cache.serialize()))
@@ -203,6 +209,20 @@ def _refuse(what: str, findings: Sequence[str]) -> None:
             f"A strict build of {what} found: {'; '.join(findings)}. Export the bundle again with this paceline; with "
             "--no-strict the engine is built all the same."
         )
+
+
+def _lack_of_memory(reasons: str, graph: Path, backend: Backend) -> str:
+    """What is to be said behind the reasons of a failed build, if memory ran out: what is needed, and what is free."""
+    if not _NO_MEMORY.search(reasons):
+        return ""
+    weights = graph.with_name(f"{graph.name}.data")
+    size = weights.stat().st_size if weights.is_file() else graph.stat().st_size
+    where, free = ("the GPU's", free_bytes()) if backend.times_kernels else ("the machine's", free_host_bytes())
+    return (
+        f". Memory ran out: the weights alone take {size} bytes, a build several times as much, and "
+        f"{'an unknown number' if free is None else free} of {where} are free. End what else takes memory, allow less "
+        "scratch memory with --workspace, or export with fewer bits."
+    )
 
 
 def _figures(label: str, messages: Sequence[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +30,12 @@ _Which = Literal["target", "draft"]
 class EngineReport:
     """One engine: what it was built for, its size on disk in bytes, and what the build said.
 
-    `attention` is the number of layers that attend; `findings` is what only a build that is not strict lets pass.
+    `entry` is that of the first of the GPUs that it serves, and `sms` their compute capabilities. `attention` is the
+    number of layers that attend; `findings` is what only a build that is not strict lets pass.
     """
 
     entry: EngineEntry
+    sms: tuple[str, ...]
     bytes: int
     seconds: float
     attention: int
@@ -62,10 +65,13 @@ def build_engines(
     workspace: int | None = None,
     timing_cache: Path | None = None,
     strict: bool = True,
+    engine_per_gpu: bool = False,
     out: Path | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildReport:
-    """Build an engine of each of a bundle's models for each GPU, and put them into the bundle.
+    """Build engines of a bundle's models for some GPUs, and put them into the bundle.
+
+    GPUs that the backend can serve well with one engine get one, listed once for each of them.
 
     Args:
         bundle: of the flavour `trt`.
@@ -78,6 +84,7 @@ def build_engines(
         workspace: bytes of scratch memory that a kernel may take; None leaves it to the backend.
         timing_cache: file of kernels' timings to read and extend, for backends that time kernels.
         strict: refuse an engine in which something is dropped, unused, inconsistent or not fused.
+        engine_per_gpu: build for each GPU alone, too, where one engine could serve several.
         out: folder for the engines instead of the bundle.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -117,10 +124,14 @@ def build_engines(
         raise InvalidInputError(f"profile_rows names the model {sorted(unknown)[0]!r}; expected {' or '.join(models)}.")
     builder.load()
     found = []
-    jobs = [(sm, which, model) for sm in sms for which, model in models.items()]
+    jobs = [
+        (group, which, model)
+        for which, model in models.items()
+        for group in ([(sm,) for sm in sms] if engine_per_gpu else builder.groups(sms, model.precision))
+    ]
     with EngineStore(bundle, out) as store:
-        for i, (sm, which, model) in enumerate(jobs):
-            stage = f"{which}, compute capability {sm}"
+        for i, (group, which, model) in enumerate(jobs):
+            stage = f"{which}, compute capability {', '.join(group)}"
 
             def within(share: float, stage: str = stage, behind: int = i) -> None:
                 report(stage, (behind + share) / len(jobs))
@@ -130,7 +141,7 @@ def build_engines(
                 bundle.path(model.path),
                 profiles[which],
                 backend=builder,
-                sm=sm,
+                sms=group,
                 max_length=lengths[which],
                 workspace=workspace,
                 timing_cache=timing_cache,
@@ -143,7 +154,7 @@ def build_engines(
                 model=which,
                 backend=cast(Literal["tensorrt-rtx", "tensorrt"], builder.name),
                 backend_version=plan.backend_version,
-                sm=sm,
+                sm=group[0],
                 precision=model.precision,
                 graph_sha256=bundle.manifest.graph_sha256(model),
                 max_length=lengths[which],
@@ -153,16 +164,18 @@ def build_engines(
                 weight_bytes=plan.weight_bytes,
                 activation_bytes=None if None in activations else max(size or 0 for size in activations),
             )
-            size = store.write(entry, plan.content)
-            found.append((size, plan.seconds, plan.attention, plan.profiles, plan.findings))
+            size = store.write([dataclasses.replace(entry, sm=sm) for sm in group], plan.content)
+            found.append((group, size, plan.seconds, plan.attention, plan.profiles, plan.findings))
             del plan  # as large as the engine
         report("list the engines", 1.0)
-        entries = store.commit()
+        listed = {(entry.model, entry.sm): entry for entry in store.commit()}
     return BuildReport(
         path=bundle.root if out is None else out,
         seconds=time.perf_counter() - started,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        engines=tuple(EngineReport(entry, *rest) for entry, rest in zip(entries, found, strict=True)),
+        engines=tuple(
+            EngineReport(listed[which, group[0]], *rest) for (group, which, _), rest in zip(jobs, found, strict=True)
+        ),
     )
 
 

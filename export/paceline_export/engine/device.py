@@ -1,12 +1,14 @@
-"""The GPU at hand, asked of its driver: TensorRT's own builder ends the process where there is none."""
+"""The GPU at hand, asked of its driver: TensorRT's builder ends the process where there is none. And free memory."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 from paceline.errors import InstallationError
 
-__all__ = ["compute_capability"]
+__all__ = ["compute_capability", "free_bytes", "free_host_bytes"]
 
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and …_MINOR
 
@@ -20,7 +22,10 @@ def compute_capability() -> str:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise InstallationError(f"There is no NVIDIA driver on this machine ({error}), and so no GPU.") from error
+        raise InstallationError(
+            f"There is no NVIDIA driver on this machine ({error}), and so no GPU to build for. --backend tensorrt-rtx "
+            "builds without one."
+        ) from error
     count, device, major, minor = (ctypes.c_int(0) for _ in range(4))
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or count.value < 1:
@@ -34,3 +39,22 @@ def compute_capability() -> str:
     if failed:
         raise InstallationError(f"The NVIDIA driver does not say what its first GPU is (error {failed}).")
     return f"{major.value}.{minor.value}"
+
+
+def free_bytes() -> int | None:
+    """Memory of the GPU that is free; None where the driver does not say, as before anything has used the GPU."""
+    free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    except OSError:
+        return None
+    return None if failed else free.value
+
+
+def free_host_bytes() -> int | None:
+    """Memory of the machine that can be had without swapping; None where the system does not say."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -33,7 +33,7 @@ class EngineStore:
         self._root = bundle.root if out is None else out
         self._own = out is not None
         self._folder = self._root if self._own else self._root / "engines"
-        self._written: list[tuple[EngineEntry, Path, FileEntry]] = []
+        self._written: list[tuple[tuple[EngineEntry, ...], Path, FileEntry]] = []
 
     def __enter__(self) -> EngineStore:
         if self._own and (self._root / MANIFEST_NAME).exists():
@@ -66,14 +66,15 @@ class EngineStore:
                 self._folder.rmdir()
             raise
 
-    def write(self, entry: EngineEntry, content: Any) -> int:
+    def write(self, entries: Sequence[EngineEntry], content: Any) -> int:
         """Write an engine under a name that nobody looks for; returns its size in bytes.
 
         Args:
-            entry: what it was built for; its path is chosen here.
+            entries: what it was built for, one for each GPU that it serves; its path is chosen here.
             content: the engine, a buffer.
         """
-        partial = self._folder / f".{entry.model}-{entry.sm}.partial-{os.getpid()}"
+        entry, sms = entries[0], "-".join(each.sm.replace(".", "") for each in entries)
+        partial = self._folder / f".{entry.model}-{sms}.partial-{os.getpid()}"
         with self._refusals_told(self._root):
             try:
                 with partial.open("wb") as file:
@@ -85,25 +86,26 @@ class EngineStore:
                 raise
         listed = FileEntry(partial.stat().st_size, file_sha256(partial))
         # A new name for other content: until the list is exchanged, the engines of the old one must stay.
-        name = f"{entry.model}-{entry.backend}-sm{entry.sm.replace('.', '')}-{listed.sha256[:12]}.engine"
+        name = f"{entry.model}-{entry.backend}-sm{sms}-{listed.sha256[:12]}.engine"
         path = name if self._own else f"engines/{name}"
-        self._written.append((dataclasses.replace(entry, path=path), partial, listed))
+        named = tuple(dataclasses.replace(each, path=path) for each in entries)
+        self._written.append((named, partial, listed))
         return listed.size
 
     def commit(self) -> tuple[EngineEntry, ...]:
         """Name and list the engines, in the place of those for the same models, backend and GPUs."""
         with self._refusals_told(self._root):
-            new = tuple(entry for entry, _, _ in self._written)
+            new = tuple(entry for entries, _, _ in self._written for entry in entries)
             manifest, old, files = self._listed()
             keys = {(entry.model, entry.backend, entry.sm) for entry in new}
             replaced = [entry for entry in old if (entry.model, entry.backend, entry.sm) in keys]
-            gone = {entry.path for entry in replaced} - {entry.path for entry in new}
-            files = {name: entry for name, entry in files.items() if name not in gone}
-            files |= {entry.path: listed for entry, _, listed in self._written}
             engines = tuple(entry for entry in old if entry not in replaced) + new
+            gone = {entry.path for entry in replaced} - {entry.path for entry in engines}  # one may serve other GPUs
+            files = {name: entry for name, entry in files.items() if name not in gone}
+            files |= {entries[0].path: listed for entries, _, listed in self._written}
             try:
-                for entry, partial, _ in self._written:
-                    partial.replace(self._root / entry.path)
+                for entries, partial, _ in self._written:
+                    partial.replace(self._root / entries[0].path)
                 if manifest is None:
                     index = EngineIndex(engines, files)
                     _exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
@@ -143,7 +145,11 @@ class EngineStore:
                     f"The disk is full: {free / 1e9:.1f} GB are left at {folder}. No engine was kept; free some "
                     "space and build again."
                 ) from error
-            elsewhere = "name another folder with -o" if self._own else "pass -o FOLDER for engines elsewhere"
+            elsewhere = (
+                "name another folder with -o"
+                if self._own
+                else "pass -o FOLDER for engines elsewhere, which --engines FOLDER loads"
+            )
             raise PacelineError(
                 f"{folder} cannot be written ({error.strerror or error}); {elsewhere}, or mend its permissions. No "
                 "engine was kept."

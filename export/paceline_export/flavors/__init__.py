@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from paceline.errors import InvalidInputError
 
+from .cuda import CUDA
 from .flavor import Flavor, GraphInput
 from .ort import ORT
 from .trt import TRT
 
 __all__ = ["FLAVORS", "Flavor", "GraphInput", "find_flavor"]
 
-FLAVORS = {flavor.name: flavor for flavor in (ORT, TRT)}
+FLAVORS = {flavor.name: flavor for flavor in (ORT, CUDA, TRT)}
 
 
 def find_flavor(name: str) -> Flavor:

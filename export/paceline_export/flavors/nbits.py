@@ -11,13 +11,19 @@ from paceline_export.quantize.blockwise import Blockwise, quantize
 
 __all__ = ["EMBEDDING_BLOCK_SIZES", "NBits"]
 
-# int8 arithmetic on the activations, which is what makes few-bit products fast on a CPU.
-_ACCURACY_LEVEL = 4
 EMBEDDING_BLOCK_SIZES = (128, 64, 32, 16)
 
 
 class NBits:
-    """Weights in blocks, as `com.microsoft` reads them; see `WeightNodes`."""
+    """Weights in blocks, as `com.microsoft` reads them; see `WeightNodes`.
+
+    Attributes:
+        accuracy_level: of products, as `MatMulNBits` says it: 4 rounds activations to 8 bits, which makes few-bit
+            products fast on a CPU; 0 leaves them.
+    """
+
+    def __init__(self, *, accuracy_level: int = 4) -> None:
+        self.accuracy_level = accuracy_level
 
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection; the last block is padded."""
@@ -47,7 +53,7 @@ class NBits:
             "N": rows,
             "bits": weight.bits,
             "block_size": weight.block_size,
-            "accuracy_level": _ACCURACY_LEVEL,
+            "accuracy_level": self.accuracy_level,
         }
         return [ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft")]
 

@@ -68,7 +68,7 @@ class _TrtState(GraphState):
         if layer.softcap is not None:
             raise CheckpointError(
                 f"{layer.module} bounds its scores (softcap {layer.softcap:g}), which TensorRT's attention does not; "
-                "export this architecture with the flavour ort."
+                "export this architecture with --flavor ort."
             )
         query, key = layer.query, layer.key
         if layer.tables is not None:

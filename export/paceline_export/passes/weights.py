@@ -44,7 +44,7 @@ class StoredWeights:
     Attributes:
         mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart;
             `NAME[:ROWS]` for so many first rows of one.
-        block_size: of most quantised ones; None where none is quantised, or each row has one scale.
+        block_size: of most of those with the format's `bits`; None where there are none, or each row has one scale.
     """
 
     mixed_bits: dict[str, int]
@@ -156,7 +156,8 @@ def store_weights(
                     if weight is not head:
                         mixed |= {rows: part.bits for rows, part in parts.items() if part.bits != weight_format.bits}
                 quantised = next(iter(parts.values()))
-                sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
+                if quantised.bits == weight_format.bits:
+                    sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
                 if weight is head:
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
                     replace(model, gather, nodes.tied_lookup(model, gather.inputs[1], name, quantised, dtype))

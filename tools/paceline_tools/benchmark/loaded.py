@@ -47,7 +47,9 @@ class Loaded:
     on_host: bool
 
     @classmethod
-    def load(cls, folder: Path, provider: str, threads: int | None, profile: str) -> Loaded:
+    def load(
+        cls, folder: Path, provider: str, threads: int | None, profile: str, engines: Path | None = None
+    ) -> Loaded:
         """Load a bundle; the arguments are the options of `paceline bench`.
 
         Raises:
@@ -56,7 +58,11 @@ class Loaded:
         bundle = Bundle.open(folder)
         started = time.perf_counter()
         decoder = paceline.load(
-            folder, provider=provider, threads=threads, profile=None if profile == "none" else profile
+            folder,
+            provider=provider,
+            threads=threads,
+            profile=None if profile == "none" else profile,
+            engines=engines,
         )
         seconds = time.perf_counter() - started
         return cls(bundle, decoder, seconds, threads or len(os.sched_getaffinity(0)), provider in ("cpu", "openvino"))

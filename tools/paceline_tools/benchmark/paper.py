@@ -63,6 +63,7 @@ def run_paper(
     max_new_tokens: int | None,
     repeats: int,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
 ) -> tuple[PaperDocument, BaseException | None]:
@@ -84,7 +85,7 @@ def run_paper(
     if seed is not None:
         SamplingParams(seed=seed + repeats - 1)  # the last repeat's, said before anything is loaded
     shut_in = run_program("pass").shut_in if run_code else None
-    loaded = Loaded.load(folder, provider, threads, profile)
+    loaded = Loaded.load(folder, provider, threads, profile, engine_folder)
     jobs = [_job(loaded, task, "table", plan, raw) for task, plan in zip(tasks, table, strict=True)]
     for job, plan in zip(list(jobs), curves, strict=False):
         shorter = replace(plan, max_new_tokens=min(_CURVE_TOKENS, plan.max_new_tokens), knobs=SamplingParams())

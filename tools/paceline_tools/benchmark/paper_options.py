@@ -17,6 +17,7 @@ _ONLY_PAPER = ("curve", "curve_prompts", "run_code", "markdown_file")
 _TAKEN = (
     *("folder", "paper", "json_file", "from_file", "prompts", "limit", "per_category", "raw", "draft_tokens"),
     *("drafters", "rules", "seed", "no_seed", "max_new_tokens", "repeats", "provider", "threads", "profile"),
+    "engine_folder",
     *_ONLY_PAPER,
 )
 

@@ -43,6 +43,7 @@ def run_benchmark(
     repeats: int,
     concurrency: tuple[int, ...],
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
     beside: tuple[Path, ...],
@@ -80,7 +81,7 @@ def run_benchmark(
     texts = unique(
         prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category, limit=limit)
     )
-    loaded = Loaded.load(folder, provider, threads, profile)
+    loaded = Loaded.load(folder, provider, threads, profile, engine_folder)
     decoder = loaded.decoder
     of_others = {label: Loaded.load(path, provider, threads, profile) for label, path in others.items()}
     decoders = {label: one.decoder for label, one in of_others.items()}
