@@ -100,7 +100,7 @@ def build_plan(
     started = time.perf_counter()
     model = _graph(graph, max_length)
     inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
-    attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
+    attention = sum(node.op_type == "Attention" for node in model.graph)  # layers, but those that it cannot express
     what = f"{graph} for compute capability {sm}"
 
     with interruption.kept():

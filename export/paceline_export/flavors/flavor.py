@@ -70,7 +70,6 @@ class Flavor:
         precisions: what can be stored, by its name; the first is what is meant without one.
         default_max_length: positions of a graph whose export does not say how many, at most.
         static_length: whether caches have their number of positions in the graph.
-        attention_op: the operator that attends, once in each layer.
         state: makes the state of a trace; takes the fields of `GraphState` and one argument for each of `inputs`.
         inputs: the inputs besides ids and caches, for a batch and a number of rows to trace with.
         constants: tables of its own for a number of positions.
@@ -85,7 +84,6 @@ class Flavor:
     precisions: Mapping[str, WeightFormat]
     default_max_length: int
     static_length: bool
-    attention_op: str
     state: Callable[..., GraphState]
     inputs: Callable[[int, int], tuple[GraphInput, ...]]
     constants: Callable[[int], dict[str, torch.Tensor]]
