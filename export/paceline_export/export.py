@@ -47,7 +47,7 @@ from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
 from .pair import check_pair, check_widths, token_texts
 from .passes.lm_head import cut_lm_head
-from .passes.weights import check_shape, store_weights
+from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
 from .quantize.blockwise import BLOCK_SIZES
 from .quantize.packed import LEFT_OUT_BITS
@@ -192,6 +192,10 @@ def export_bundle(
         report(f"{which}: trace", 0.02 + 0.02 * len(traces))
         made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
         made_for.finish(made.model)
+        if checkpoint.packing is None:
+            check_projections(
+                made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention
+            )
         traces[which] = made
     done, whole = 0.06, sum(weights.values())
     entries: dict[str, ModelEntry] = {}
@@ -478,6 +482,14 @@ def _run_layers(
             if stored.float8:
                 raise CheckpointError(f"{error} So the ranges of fp8 cannot be told; export it with int8.") from error
             notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
+        else:
+            if stored.float8 and not passed.ranges:
+                raise CheckpointError(
+                    f"{checkpoint.source.name} has no linear layers in its blocks, whose inputs fp8 rounds; export it "
+                    "with int8."
+                )
+            if recipe is not None and not passed.calibrated:
+                notes.append("weights are rounded to nearest: its blocks have no linear layers to calibrate")
     return passed, tuple(notes), time.perf_counter() - started
 
 
@@ -498,7 +510,7 @@ def _export_model(
 ) -> tuple[ModelEntry, tuple[str, ...]]:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these.
 
-    Returns the description, and notes on what was left in full precision.
+    Returns the description, and notes on what is stored otherwise than the precision says.
     """
     packing = checkpoint.packing
     names = sum(1 for _ in traced.model.graph.initializers)
@@ -561,12 +573,10 @@ def _export_model(
         calibration="gptq" if passed.calibrated else "ranges" if passed.ranges else None,
         mixed_bits=weights.mixed_bits or None,
     )
-    left = weights.unquantized
-    notes = (f"{len(left)} weights are in full precision, such as {left[0]}",) if left else ()
     if passed.reference is None:
-        return entry, notes
+        return entry, weights.notes
     report("measure quality", 0.93)
-    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference)), notes
+    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference)), weights.notes
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -85,10 +85,10 @@ ARCHITECTURES = {
     "nemotron, partial rotation": hf.NemotronConfig(
         **sizes(head_dim=32, rope_parameters=_PARTIAL["rope_parameters"] | {"partial_rotary_factor": 0.5})
     ),
+    "hunyuan, norm behind rotation": hf.HunYuanDenseV1Config(**sizes(**_HEAD)),
     "gpt-oss, sinks, experts, window": hf.GptOssConfig(
         **sizes(**_HEAD, **_WINDOWED, num_local_experts=4, num_experts_per_tok=2)
     ),
-    "hunyuan, norm behind rotation": hf.HunYuanDenseV1Config(**sizes(**_HEAD)),
 }
 
 # What is refused, with a piece of the reason.

@@ -19,6 +19,7 @@ from paceline.bundle import Bundle
 from paceline.errors import CheckpointError
 from paceline.ort import OrtModel
 from paceline_export.causal_lm import trace
+from paceline_export.parity import check_bundle
 
 # What the default run has of the architectures; `pytest -m slow` has all, in every flavour and precision.
 FAST = ("llama 3", "mixtral", "qwen2-moe", "gemma 3", "phi 3", "stablelm", "gpt2", "opt", "gpt-oss", "cohere 2")
@@ -110,3 +111,24 @@ def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str) -> None:
         trace(config, max_length=128)
     assert time.perf_counter() - started < 30  # before any heavy work
     assert f"| {name} | {refused.value} |" in PAGE.read_text(encoding="utf-8")
+
+
+def test_contributing_shows_a_row_as_it_is() -> None:
+    root = PAGE.parents[1]
+    shown = (root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    assert shown in (root / "tests" / "export" / "architectures.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.model
+def test_gemma_3_is_torch_and_its_draft_changes_nothing(gemma_bundle: Path) -> None:
+    report = check_bundle(Bundle.open(gemma_bundle))
+    assert report.passed, [model.reason for model in report.models]
+    assert max(phase.max_logit_diff for phase in report.models[0].phases) <= 2e-3
+    decoder = paceline.load(gemma_bundle)
+    texts = []
+    for drafted in (0, 3):
+        generation = decoder.generate("The capital of France is", max_new_tokens=40, num_draft_tokens=drafted)
+        list(generation)
+        texts.append(generation.token_ids)
+    assert texts[0] == texts[1]
+    assert generation.stats.accepted > 0

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 from tiny import sizes
+from transformers import masking_utils
 
 from paceline.errors import CheckpointError
+from paceline_export.attention import _mask
 from paceline_export.causal_lm import _fixed_factors, check_architecture, trace
 from paceline_export.passes.norms import fuse_residual_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
@@ -115,6 +117,18 @@ def test_layers_of_another_size_than_the_settings_say_are_refused(width: int, mo
     else:
         with pytest.raises(CheckpointError, match="has 2 heads of 16 values in layer 0, but the .* say 6 of 16"):
             trace(config, max_length=64)
+
+
+def test_masks_are_noted_by_their_window_and_others_refused() -> None:
+    assert _mask(mask_function=masking_utils.causal_mask_function) is None
+    window = _mask(mask_function=masking_utils.sliding_window_causal_mask_function(8), local_size=8)
+    assert window is not None
+    assert window.shape[0] == 8
+    padding = torch.zeros(2, dtype=torch.int64)
+    ends = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    for other in (masking_utils.chunked_causal_mask_function(8, padding), ends):
+        with pytest.raises(CheckpointError, match=r"masks its attention by '(chunked_overlay|or_masks)'"):
+            _mask(mask_function=other, local_size=8)
 
 
 def test_products_are_written_one_way() -> None:

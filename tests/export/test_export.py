@@ -151,7 +151,7 @@ def test_older_names_and_pieces_of_a_checkpoint_are_read(tmp_path: Path) -> None
 def test_what_stays_in_full_precision_is_said(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**sizes(num_local_experts=2, num_hidden_layers=1))
     report = export(tiny_checkpoint(tmp_path / "model", config), tmp_path / "bundle", precision="int8")
-    assert report.models[0].notes == ("1 weights are in full precision, such as model.layers.0.mlp.gate.weight",)
+    assert report.models[0].notes == ("1 weight is left in full precision, such as model.layers.0.mlp.gate.weight",)
 
 
 def test_the_manifest_describes_the_graphs(pair: Path) -> None:

@@ -39,6 +39,9 @@ class WeightNodes(Protocol):
     The nodes of a chain are in order; the last one's only output is the result.
     """
 
+    def check(self, name: str, columns: int, *, bits: int, block_size: int) -> None:
+        """Raises a CheckpointError where no projection of so many columns can be quantised."""
+
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection `[rows, columns]`; raises a CheckpointError where its shape does not allow it."""
 

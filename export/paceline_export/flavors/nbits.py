@@ -19,6 +19,9 @@ EMBEDDING_BLOCK_SIZES = (128, 64, 32, 16)
 class NBits:
     """Weights in blocks, as `com.microsoft` reads them; see `WeightNodes`."""
 
+    def check(self, name: str, columns: int, *, bits: int, block_size: int) -> None:
+        """Any number of columns will do: the last block is padded."""
+
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection; the last block is padded."""
         return quantize(weight, bits=bits, block_size=block_size, symmetric=symmetric)

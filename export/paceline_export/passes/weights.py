@@ -28,7 +28,7 @@ from paceline_export.quantize.rows import quantize_rows_to_float8
 from .initializers import constant, initializer, replace
 from .lm_head import lm_head
 
-__all__ = ["StoredWeights", "check_shape", "check_values", "store_weights"]
+__all__ = ["StoredWeights", "check_projections", "check_shape", "check_values", "store_weights"]
 
 _DTYPES = {
     "float32": (torch.float32, ir.DataType.FLOAT),
@@ -50,11 +50,26 @@ class StoredWeights:
         block_size: of most quantised ones; None where none is quantised, or each row has one scale.
         unquantized: names of weights that are in full precision though the format quantises: routers, tables of
             positions, and what else is neither a projection nor the table of the vocabulary.
+        rounded: names of projections that are rounded to nearest though others were calibrated: experts, and whatever
+            else is no linear layer of its own. In a float8 format they are integers.
     """
 
     mixed_bits: dict[str, int]
     block_size: int | None
     unquantized: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of weights that are stored otherwise than the format says."""
+        return tuple(
+            f"{len(names)} {'weight is' if len(names) == 1 else 'weights are'} {how}, such as {names[0]}"
+            for names, how in (
+                (self.unquantized, "left in full precision"),
+                (self.rounded, "rounded to nearest, since calibration reaches linear layers only"),
+            )
+            if names
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +173,7 @@ def store_weights(
     last = lm_head(model)
     tables = {embedding, *(str(found.weight.name) for found in (_projection(last),) if found is not None)}
     unquantized: set[str] = set()
+    rounded: set[str] = set()
     for node in list(model.graph):
         if (projection := _projection(node)) is not None:
             weight, whole, name = projection.weight, str(projection.weight.name), projection.name
@@ -191,6 +207,8 @@ def store_weights(
                     if calibrated is not None and name in calibrated:
                         parts = {name: calibrated[name]}
                     else:
+                        if (calibrated or ranges) and node is not last and bits == weight_format.bits:
+                            rounded.add(whole)
                         wide_rows = weight_format.head_rows if node is last and weight is not head else 0
                         parts = {
                             # A table is read without zero points, and 8 bits need none.
@@ -239,7 +257,30 @@ def store_weights(
             value.const_value = lazy(value, name)
             if weight_format.bits is not None and name not in constants and len(value.shape) > 1:
                 unquantized.add(name)
-    return StoredWeights(mixed, sizes.most_common(1)[0][0] if sizes else None, tuple(sorted(unquantized)))
+    block = sizes.most_common(1)[0][0] if sizes else None
+    return StoredWeights(mixed, block, tuple(sorted(unquantized)), tuple(sorted(rounded)))
+
+
+def check_projections(
+    model: ir.Model,
+    weight_format: WeightFormat,
+    block_size: int,
+    *,
+    nodes: WeightNodes,
+    attention: frozenset[str],
+) -> None:
+    """Check that every projection of a traced graph can be quantised, before its weights are read.
+
+    Raises:
+        CheckpointError: the flavour cannot quantise one of this shape.
+    """
+    head = _tied_head(model) if weight_format.bits is not None else None
+    for node in model.graph:
+        if weight_format.bits is None or (projection := _projection(node)) is None or _chooses(node):
+            continue
+        bits = weight_format.projection_bits(attention=projection.name in attention)
+        bits = weight_format.tied_bits if projection.weight is head else bits
+        nodes.check(projection.name, projection.shape[1], bits=bits or 8, block_size=block_size)
 
 
 def _by_rows(name: str, weight: torch.Tensor, bits: int, wide_rows: int) -> Iterator[tuple[str, torch.Tensor, int]]:
