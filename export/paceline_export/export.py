@@ -543,6 +543,7 @@ def _export_model(
         cut_lm_head(traced.model, logit_ids, embedding=traced.embedding)
         kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
         np.save(folder / kept.path, logit_ids, allow_pickle=False)
+    flavor.finish_stored(traced.model)
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
     try:
         ir.save(traced.model, path, external_data="model.onnx.data")

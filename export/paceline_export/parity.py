@@ -288,9 +288,10 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
     arrays = {
         name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
     }
-    heads = {str(node.inputs[1].name) for node in model.graph if node.op_type == "MatMulNBits" and node.inputs[1]}
+    nodes = list(model.graph.all_nodes())  # experts are in branches
+    heads = {str(node.inputs[1].name) for node in nodes if node.op_type == "MatMulNBits" and node.inputs[1]}
     parts: dict[str, torch.Tensor] = {}
-    for node in model.graph:
+    for node in nodes:
         if node.op_type == "DequantizeLinear" and node.inputs[0].is_initializer():
             name = str(node.inputs[0].name).removesuffix(".q")
             levels = arrays[f"{name}.q"].numpy().astype(np.float32)

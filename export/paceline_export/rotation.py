@@ -156,11 +156,17 @@ def find_rotation(
                 f"The rotation of {name} is no number at some positions; look at its rope_parameters "
                 f"(rope_theta above all): {parameters!r:.200}."
             )
-        if not all(torch.equal(x[:, : s.shape[1]], s) for x, s in zip((cos, sin), short, strict=True)):
+        same = all(torch.allclose(x[:, : s.shape[1]], s, atol=1e-6) for x, s in zip((cos, sin), short, strict=True))
+        fixed = fixed_positions(config)
+        if not same or max_length > (fixed or max_length):
             raise CheckpointError(
-                f"The frequencies of {name}'s rotation change with the length of the text, from "
-                f"{fixed_positions(config)} positions on, and the keys in a cache cannot follow. Export it with fewer "
-                f"positions (--max-length {fixed_positions(config)} or less), which keeps to the original ones."
+                f"The frequencies of {name}'s rotation change with the length of the text, and the keys in a cache "
+                "cannot follow. "
+                + (
+                    f"Up to {fixed} positions they are the same: export it with --max-length {fixed} or less."
+                    if fixed
+                    else "This architecture is not supported."
+                )
             )
         found[kind] = cos, sin
     rotate = getattr(modeling, "apply_rotary_pos_emb", None)

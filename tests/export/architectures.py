@@ -30,7 +30,7 @@ _LONG = {
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
 _HEAD = {"head_dim": 16}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4}
 _TOKENS = {"bos_token_id": 259, "eos_token_id": 260, "pad_token_id": 261}
 _GPT2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256} | _TOKENS
 

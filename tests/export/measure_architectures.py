@@ -54,7 +54,8 @@ _COSTS = """
 |---|---|---|---|
 | partial rotation; a head size that is no multiple of 16; a norm behind the rotation | both | the model's own code rotates, by tables that are looked up | some ten small operators a layer |
 | bounded scores (softcap), sinks | `trt` | products and a softmax in float32 | all scores are written to memory: 4 bytes × heads × rows × positions of the cache, in each layer |
-| experts | both | every expert runs for every row, and what the router did not choose is dropped | the time of all experts: 4 × that of the chosen ones for 2 of 8 |
+| experts | `ort` | an expert is a branch that is skipped where no row of the pass chose it; otherwise it runs for every row | nothing for one row; with more rows, each expert's time for all of them |
+| experts | `trt` | every expert runs for every row, and what the router did not choose is dropped | the time of all experts: 4 × that of the chosen ones for 2 of 8 |
 | routers, tables of learned positions | both | they stay in full precision; the export says how many weights do | little: they are small |
 | frequencies that depend on the length of the text (dynamic, longrope) | both | the frequencies of short texts | texts end where the others would begin; the export says so, and a larger `--max-length` is refused |
 

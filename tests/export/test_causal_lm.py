@@ -104,7 +104,7 @@ def test_a_rotation_that_changes_with_the_length_keeps_to_the_lengths_where_it_d
     fixed = 256 if kind == "dynamic" else 128
     assert fixed_positions(config) == fixed
     check_architecture(config, fixed)
-    with pytest.raises(CheckpointError, match=rf"change with the length .* --max-length {fixed} or less"):
+    with pytest.raises(CheckpointError, match=rf"change with the length .* Up to {fixed} positions .* --max-length {fixed} or less"):
         check_architecture(config, fixed + 1)
 
 

@@ -78,6 +78,7 @@ class Flavor:
         constants: tables of its own for a number of positions.
         fuse_norms: makes norms one operator each, while the graph is traced.
         finish: the passes over a traced graph before it gets its weights.
+        finish_stored: the passes over a graph that has them.
         weights: how weights are quantised and read.
         after_saving: what is done to a graph's file.
     """
@@ -92,6 +93,7 @@ class Flavor:
     constants: Callable[[int], dict[str, torch.Tensor]]
     fuse_norms: Callable[[ir.Model], Any]
     finish: Callable[[ir.Model], Any]
+    finish_stored: Callable[[ir.Model], Any]
     weights: WeightNodes
     after_saving: Callable[[Path], Any]
 

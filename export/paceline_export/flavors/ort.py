@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from paceline_export.attention import GraphState, LayerAttention
+from paceline_export.passes.experts import skip_experts
 from paceline_export.passes.norms import fuse_residual_norms, fuse_simplified_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
 from paceline_export.passes.tied import alias_tied_table
@@ -110,6 +111,7 @@ ORT = Flavor(
     constants=lambda max_length: {},
     fuse_norms=fuse_simplified_norms,
     finish=_finish,
+    finish_stored=skip_experts,
     weights=NBits(),
     after_saving=alias_tied_table,
 )

@@ -164,6 +164,7 @@ TRT = Flavor(
     constants=lambda max_length: {POSITIONS: torch.arange(max_length)},
     fuse_norms=fuse_standard_norms,
     finish=_leave,
+    finish_stored=_leave,
     weights=Dequantize(),
     after_saving=_leave,
 )
