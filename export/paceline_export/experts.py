@@ -1,7 +1,8 @@
 """The experts function that transformers' experts interface calls while a model is traced.
 
-An expert runs for every row, and a row keeps what its router chose: a plain product for each expert's projections, which
-can be stored in few bits as any other. Which experts no row chose is asked later, where a flavour can (`passes/experts`).
+An expert runs for every row, and a row keeps what its router chose: a plain product for each expert's projections,
+which can be stored in few bits as any other. Which experts no row chose is asked later, where a flavour can
+(`passes/experts.py`).
 """
 
 from __future__ import annotations

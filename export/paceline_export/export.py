@@ -193,9 +193,7 @@ def export_bundle(
         made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
         made_for.finish(made.model)
         if checkpoint.packing is None:
-            check_projections(
-                made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention
-            )
+            check_projections(made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention)
         traces[which] = made
     done, whole = 0.06, sum(weights.values())
     entries: dict[str, ModelEntry] = {}

@@ -52,25 +52,25 @@ class Rotation:
             modeling: the module that holds its code.
             tables: holds the tables as buffers, by their names behind `rotary.`.
         """
+
+        def looked_up(
+            x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = (
+                torch.nn.functional.embedding(position_ids, tables.get_buffer(f"{name}{_suffix(layer_type)}"))
+                for name in ("cos", "sin")
+            )
+            if self.by_operators:  # nobody reads them; the model may ask for their width
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+            return cos.to(x.dtype), sin.to(x.dtype)
+
         with ExitStack() as undo:
-            if self.by_operators:
-                if self.tables:
-                    undo.callback(setattr, modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
-                    modeling.apply_rotary_pos_emb = leave_unrotated
-            else:
-
-                def looked_up(
-                    x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: Any
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-                    cos, sin = (
-                        torch.nn.functional.embedding(position_ids, tables.get_buffer(f"{name}{_suffix(layer_type)}"))
-                        for name in ("cos", "sin")
-                    )
-                    return cos.to(x.dtype), sin.to(x.dtype)
-
-                for module in _rotaries(model):
-                    undo.callback(delattr, module, "forward")
-                    module.forward = looked_up  # type: ignore[method-assign]
+            if self.by_operators and self.tables:
+                undo.callback(setattr, modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
+                modeling.apply_rotary_pos_emb = leave_unrotated
+            for module in _rotaries(model):  # its own forward may depend on how long the text is
+                undo.callback(delattr, module, "forward")
+                module.forward = looked_up  # type: ignore[method-assign]
             yield
 
 
@@ -203,9 +203,9 @@ def _suffix(kind: str | None) -> str:
 
 
 def _is_interleaved(rotate: Any, cos: torch.Tensor, sin: torch.Tensor, head_size: int) -> bool | None:
-    """Whether the model rotates neighbours (x0, x1), (x2, x3), … or halves (x0, x_n/2), … of the first values of a head.
+    """Whether the model rotates neighbours (x0, x1), (x2, x3), … or halves (x0, x_n/2), …; None for neither.
 
-    None for neither.
+    Only the first values of a head may rotate.
     """
     size = cos.shape[-1]
     count = min(cos.shape[1], 8)

@@ -87,7 +87,7 @@ ARCHITECTURES = {
     ),
     "hunyuan, norm behind rotation": hf.HunYuanDenseV1Config(**sizes(**_HEAD)),
     "gpt-oss, sinks, experts, window": hf.GptOssConfig(
-        **sizes(**_HEAD, **_WINDOWED, num_local_experts=4, num_experts_per_tok=2)
+        **sizes(**_HEAD, **_WINDOWED, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN)
     ),
 }
 

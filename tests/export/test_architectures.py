@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import transformers
 from architectures import ARCHITECTURES, REFUSED
-from measure_architectures import COLUMNS, PAGE, exported, measured
+from measure_architectures import COLUMNS, PAGE, exported, measured, one_trace_a_dtype
 from tiny import sizes, tiny_checkpoint
 
 import paceline
@@ -34,9 +34,15 @@ FAST_CASES = {(name, "ort", "fp32") for name in ARCHITECTURES if name.startswith
 
 def stated() -> dict[str, list[str]]:
     """The page's cells by architecture."""
-    table = PAGE.read_text(encoding="utf-8").partition("| architecture |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
-    return {name.strip(): cells for name, *cells in rows}
+    table = PAGE.read_text(encoding="utf-8").partition("<!-- measured -->\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {name: cells for name, *cells in rows}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_trace_a_dtype() -> Iterator[None]:
+    with one_trace_a_dtype():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,9 @@ def test_a_rotation_that_changes_with_the_length_keeps_to_the_lengths_where_it_d
     fixed = 256 if kind == "dynamic" else 128
     assert fixed_positions(config) == fixed
     check_architecture(config, fixed)
-    with pytest.raises(CheckpointError, match=rf"change with the length .* Up to {fixed} positions .* --max-length {fixed} or less"):
+    with pytest.raises(
+        CheckpointError, match=rf"change with the length .* Up to {fixed} positions .* --max-length {fixed} or less"
+    ):
         check_architecture(config, fixed + 1)
 
 
@@ -115,7 +117,7 @@ def test_layers_of_another_size_than_the_settings_say_are_refused(width: int, mo
     if width == 1:
         trace(config, max_length=64)
     else:
-        with pytest.raises(CheckpointError, match="has 2 heads of 16 values in layer 0, but the .* say 6 of 16"):
+        with pytest.raises(CheckpointError, match=r"has 2 heads of 16 values in layer 0, but the .* say 6 of 16"):
             trace(config, max_length=64)
 
 

@@ -26,9 +26,9 @@ from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError, PacelineError
 from paceline.ort import OrtModel
 from paceline.testing import ScriptedDrafter
+from paceline_export import parity
 from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import ExportReport, _end_tokens, export_bundle
-from paceline_export import parity
 from paceline_export.pair import token_texts
 from paceline_export.parity import check_bundle, reference_model
 from paceline_export.source import resolve
