@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -19,6 +19,7 @@ from typing import cast
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -51,8 +52,8 @@ class Trace:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
         embedding: name of the parameter that input ids are looked up in.
         attention: names of the weights that project for attention.
-        constants: values of initializers that no checkpoint holds: tables of rotation, see `Rotation`,
-            fixed factors, and tables of the flavour.
+        constants: values of initializers that no checkpoint holds: tables of rotation, see `Rotation`, what the model
+            computes when it is built, and tables of the flavour.
     """
 
     model: ir.Model
@@ -119,7 +120,6 @@ def _trace(
 ) -> Trace:
     model, mode = fake_model(config, torch_dtype)
     modeling = importlib.import_module(type(model).__module__)
-    factors = _fixed_factors(model)
     rotation = find_rotation(config, model, modeling, max_length, torch_dtype, by_operators=by_operators)
     num_layers = config.num_hidden_layers
     kv_heads, head_size = num_heads_and_size(config)
@@ -197,7 +197,8 @@ def _trace(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and projects_for_attention(model, name)
     )
-    tables = rotation.tables | constants | factors
+    not_stored = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    tables = rotation.tables | constants | _computed(config, not_stored & set(graph.graph.initializers))
     return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, tables)
 
 
@@ -288,27 +289,17 @@ def check_architecture(config: PreTrainedConfig, max_length: int = 8) -> torch.n
         CheckpointError: the architecture cannot be expressed, with the reason.
     """
     model, _ = fake_model(config, torch.float32)
-    _fixed_factors(model)
     find_rotation(config, model, importlib.import_module(type(model).__module__), max_length, torch.float32)
     return model
 
 
-def _fixed_factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that are computed when the model is built: factors whose number stands beside them, as Gemma's."""
-    stored = set(model.state_dict())
-    factors = {}
-    for name, buffer in model.named_buffers():
-        if name in stored or "rotary_emb" in name:
-            continue
-        path, _, leaf = name.rpartition(".")
-        number = getattr(model.get_submodule(path), f"scalar_{leaf}", None)
-        if buffer.dim() or not isinstance(number, int | float):
-            raise CheckpointError(
-                f"{type(model).__name__} computes {name!r} when it is built instead of storing it; this architecture "
-                "is not supported."
-            )
-        factors[name] = torch.tensor(float(number))
-    return factors
+def _computed(config: PreTrainedConfig, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Buffers that no checkpoint holds, since they are computed when the model is built: factors, tables."""
+    if not names:
+        return {}
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name in names}
 
 
 @contextmanager

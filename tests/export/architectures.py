@@ -65,9 +65,10 @@ ARCHITECTURES = {
     "smollm 3, layers without rotation": hf.SmolLM3Config(**sizes(no_rope_layer_interval=2)),
     "exaone 4, window": hf.Exaone4Config(**sizes(**_WINDOWED)),
     "stablelm, parallel blocks, partial rotation": hf.StableLmConfig(**sizes(use_parallel_residual=True, **_PARTIAL)),
-    "gpt-neox, parallel blocks, partial rotation": hf.GPTNeoXConfig(**sizes(**_PARTIAL)),
+    "gpt-neox, parallel blocks, partial rotation": hf.GPTNeoXConfig(**sizes(num_key_value_heads=4, **_PARTIAL)),
     "gpt2, learned positions": hf.GPT2Config(**_GPT2),
     "gpt-bigcode, learned positions, one kv head": hf.GPTBigCodeConfig(**_GPT2),
+    "gpt-j, rotation by a table of its own": hf.GPTJConfig(rotary_dim=8, **_GPT2),
     "opt, learned positions from 2": hf.OPTConfig(
         vocab_size=272,
         hidden_size=64,
@@ -99,10 +100,6 @@ REFUSED = {
     ),
     "mpt": (hf.MptConfig(vocab_size=272, d_model=64, n_layers=2, n_heads=4), "takes no position_ids"),
     "bloom": (hf.BloomConfig(vocab_size=272, hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
-    "gpt-j": (
-        hf.GPTJConfig(vocab_size=272, n_embd=64, n_layer=2, n_head=4, n_positions=256, rotary_dim=8),
-        "computes 'transformer.h.0.attn.embed_positions'",
-    ),
     "llama 4, chunks": (
         hf.Llama4TextConfig(**sizes(**_HEAD, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=96)),
         ".",

@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from paceline.errors import CheckpointError
 from paceline_export.attention import _mask
-from paceline_export.causal_lm import _fixed_factors, check_architecture, trace
+from paceline_export.causal_lm import check_architecture, trace
 from paceline_export.passes.norms import fuse_residual_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
 from paceline_export.rotation import fixed_positions
@@ -145,18 +145,6 @@ def test_every_expert_is_a_product_of_its_own() -> None:
     stacked = [node for node in model.graph if node.op_type == "Gather" and "experts" in str(node.inputs[0].name)]
     assert len(stacked) == 2 * 3 * 2  # layers, experts, projections
     assert ops(model)["TopK"] == 2
-
-
-def test_only_factors_may_be_computed() -> None:
-    model = torch.nn.Module()
-    model.register_buffer("scale", torch.tensor(3.0), persistent=False)
-    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
-        _fixed_factors(model)
-    setattr(model, "scalar_scale", 3.0)  # noqa: B010 -- mypy takes an attribute of a module for a tensor
-    assert _fixed_factors(model) == {"scale": torch.tensor(3.0)}
-    model.register_buffer("scale", torch.ones(2), persistent=False)
-    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
-        _fixed_factors(model)
 
 
 def test_layers_rotate_by_the_tables_of_their_kind() -> None:

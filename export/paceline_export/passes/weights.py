@@ -399,4 +399,4 @@ def _tied_head(model: ir.Model) -> ir.Value | None:
     """The initializer that is the LM head and the table that ids are looked up in, or None."""
     tables = {node.inputs[0] for node in model.graph if node.op_type == "Gather"}
     found = (projection for node in model.graph if (projection := _projection(node)) is not None)
-    return next((projection.weight for projection in found if projection.weight in tables), None)
+    return next((each.weight for each in found if each.expert is None and each.weight in tables), None)
