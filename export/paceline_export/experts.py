@@ -42,9 +42,12 @@ def experts(
         )
 
     def project(x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-        weight = getattr(module, name)[expert]
+        weight: torch.Tensor = getattr(module, name)[expert]
         product = x @ (weight if module.is_transposed else weight.T)
-        return product + getattr(module, f"{name}_bias")[expert] if module.has_bias else product
+        if not module.has_bias:
+            return product
+        bias: torch.Tensor = getattr(module, f"{name}_bias")[expert]
+        return product + bias
 
     weights = torch.zeros(hidden_states.shape[0], module.num_experts, dtype=hidden_states.dtype)
     weights = weights.scatter(1, top_k_index, top_k_weights.to(hidden_states.dtype))

@@ -70,7 +70,7 @@ class Rotation:
                 modeling.apply_rotary_pos_emb = leave_unrotated
             for module in _rotaries(model):  # its own forward may depend on how long the text is
                 undo.callback(delattr, module, "forward")
-                module.forward = looked_up  # type: ignore[method-assign]
+                module.forward = looked_up
             yield
 
 
