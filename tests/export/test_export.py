@@ -121,7 +121,7 @@ def test_older_names_and_pieces_of_a_checkpoint_are_read(tmp_path: Path) -> None
     """As the hub has them: GPT-2 without the prefix of its base model, Mixtral's experts one by one."""
     from safetensors.torch import load_file, save_file
 
-    sizes_of_gpt2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    sizes_of_gpt2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128, "eos_token_id": 260}
     for name, config, old in (
         ("gpt2", transformers.GPT2Config(**sizes_of_gpt2), "h.0.attn.c_attn.weight"),
         (
@@ -151,6 +151,14 @@ def test_older_names_and_pieces_of_a_checkpoint_are_read(tmp_path: Path) -> None
 def test_what_stays_in_full_precision_is_said(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**sizes(num_local_experts=2, num_hidden_layers=1))
     report = export(tiny_checkpoint(tmp_path / "model", config), tmp_path / "bundle", precision="int8")
+    graph = onnx.load(tmp_path / "bundle" / "target" / "model.onnx", load_external_data=False).graph
+    branches = [node for node in graph.node if node.op_type == "If"]  # an expert that no row chose is skipped
+    assert len(branches) == 2
+    for node in branches:
+        then, other = sorted((attribute.g for attribute in node.attribute), key=lambda graph: -len(graph.node))
+        assert sum(inner.op_type == "MatMulNBits" for inner in then.node) == 2
+        assert [inner.op_type for inner in other.node] == ["Identity"]
+    assert not any("experts" in name for node in graph.node for name in node.input)
     assert report.models[0].notes == ("1 weight is left in full precision, such as model.layers.0.mlp.gate.weight",)
 
 
