@@ -100,13 +100,13 @@ REFUSED = {
     ),
     "mpt": (hf.MptConfig(vocab_size=272, d_model=64, n_layers=2, n_heads=4), "takes no position_ids"),
     "bloom": (hf.BloomConfig(vocab_size=272, hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
-    "llama 4, chunks": (
+    "llama 4": (
         hf.Llama4TextConfig(**sizes(**_HEAD, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=96)),
-        ".",
+        "rotation of Llama4ForCausalLM cannot be tried",
     ),
     "bert, not causal": (
         hf.BertConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96),
-        "see what follows",
+        "masks its attention by 'bidirectional_mask_function'",
     ),
     "mamba": (hf.MambaConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2), "takes no position_ids"),
     "t5": (hf.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),

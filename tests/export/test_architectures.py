@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 from architectures import ARCHITECTURES, REFUSED
-from measure_architectures import COLUMNS, PAGE, exported, measured, one_trace_a_dtype
+from measure_architectures import COLUMNS, PAGE, ROUTER, exported, measured, one_trace_a_dtype
 from tiny import sizes, tiny_checkpoint
 
 import paceline
@@ -84,11 +84,12 @@ def test_the_graph_is_torch_as_the_page_states(
         assert str(refused.value) == cell.removeprefix("refused: ")
         return
     exported(checkpoint_of(name), flavor, precision, tmp_path / "bundle")
-    parity, difference = measured(tmp_path / "bundle")
-    assert difference <= float(cell)
-    if precision == "fp32":
-        assert float(cell) <= 2e-3
+    if cell != ROUTER:
+        parity, difference = measured(tmp_path / "bundle")
+        assert difference <= float(cell)
         assert not any(phase.disagreements for phase in parity.phases)
+    if flavor == "ort":
+        assert float(cell) <= 2e-3
     decoder = dataclasses.replace(paceline.load(tmp_path / "bundle"), draft=draft)
     texts = []
     for drafted in (0, 4):

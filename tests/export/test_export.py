@@ -121,7 +121,8 @@ def test_older_names_and_pieces_of_a_checkpoint_are_read(tmp_path: Path) -> None
     """As the hub has them: GPT-2 without the prefix of its base model, Mixtral's experts one by one."""
     from safetensors.torch import load_file, save_file
 
-    sizes_of_gpt2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128, "eos_token_id": 260}
+    sizes_of_gpt2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    sizes_of_gpt2["eos_token_id"] = 260
     for name, config, old in (
         ("gpt2", transformers.GPT2Config(**sizes_of_gpt2), "h.0.attn.c_attn.weight"),
         (
