@@ -42,8 +42,9 @@ from paceline_export.quantize import WeightFormat
 from .dequantize import Dequantize
 from .flavor import Flavor, GraphInput
 
-__all__ = ["TRT"]
+__all__ = ["IN_PIECES", "TRT"]
 
+IN_PIECES = "paceline.attention_in_pieces"  # of a graph's metadata
 _OPSET = 24
 
 
@@ -142,6 +143,13 @@ def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:
     )
 
 
+def _finish(model: Any) -> None:
+    """Note how many layers attend in pieces, so that a build does not look for their kernels."""
+    layers = sum(str(value.name).startswith("past_key_values.") for value in model.graph.inputs) // 2
+    if in_pieces := layers - sum(node.op_type == "Attention" for node in model.graph):
+        model.metadata_props[IN_PIECES] = str(in_pieces)
+
+
 def _leave(anything: Any) -> None:
     """Nothing to do."""
 
@@ -163,7 +171,7 @@ TRT = Flavor(
     inputs=_inputs,
     constants=lambda max_length: {POSITIONS: torch.arange(max_length)},
     fuse_norms=fuse_standard_norms,
-    finish=_leave,
+    finish=_finish,
     finish_stored=_leave,
     weights=Dequantize(),
     after_saving=_leave,
