@@ -90,7 +90,8 @@ def test_the_graph_is_torch_as_the_page_states(
         assert not any(phase.disagreements for phase in parity.phases)
     if flavor == "ort":
         assert float(cell) <= 2e-3
-    decoder = dataclasses.replace(paceline.load(tmp_path / "bundle"), draft=draft)
+    # Random weights would end some texts at once.
+    decoder = dataclasses.replace(paceline.load(tmp_path / "bundle"), draft=draft, eos_token_ids=())
     texts = []
     for drafted in (0, 4):
         generation = decoder.generate([5, 6, 7] * 4, max_new_tokens=24, num_draft_tokens=drafted)
