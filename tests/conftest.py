@@ -87,6 +87,14 @@ def qwen_bundle() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma_bundle() -> Path:
+    """Gemma-3-270M in fp32, with itself in int4 as the draft, for tests marked `model`."""
+    return make_bundle(
+        "gemma-3", "gemma-3-270m", "gemma-3-270m", precision="fp32", draft_precision="int4", quality=False
+    )
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair of random models of a few thousand weights: for what does not depend on what a model says."""
     from tiny import tiny_pair

@@ -11,35 +11,37 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import CheckpointError
 
-from .attention import ATTENTION_NAME, leave_unrotated, tracing
+from .attention import ATTENTION_NAME, ChangedRotationError, tracing
+from .experts import EXPERTS_NAME
 from .flavors import FLAVORS, Flavor
+from .passes.products import split_products
+from .rotation import Rotation, find_rotation, num_heads_and_size
 
 __all__ = [
     "Trace",
     "check_architecture",
     "fake_model",
-    "num_heads_and_size",
     "projects_for_attention",
     "trace",
 ]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Rotations whose frequencies do not depend on the length of the text, so that one table serves every step.
-_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Trace:
         model: the graph; initializers have no value yet and are named as in the checkpoint.
         embedding: name of the parameter that input ids are looked up in.
         attention: names of the weights that project for attention.
-        constants: values of initializers that no checkpoint holds: tables of rotation, `[max_length, head_size / 2]`,
-            fixed factors, and tables of the flavour.
+        constants: values of initializers that no checkpoint holds: tables of rotation, see `Rotation`, what the model
+            computes when it is built, and tables of the flavour.
     """
 
     model: ir.Model
@@ -64,13 +66,6 @@ class Trace:
     constants: dict[str, torch.Tensor]
 
 
-def num_heads_and_size(config: PreTrainedConfig) -> tuple[int, int]:
-    """Number of KV heads and the size of a head."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
 def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, FakeTensorMode]:
     """Make the model of a configuration with parameters that have shapes but no storage.
 
@@ -80,7 +75,9 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+            )
     except Exception as error:  # a configuration may hold anything, and its model's code may stumble over it anyhow
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
         if isinstance(error, KeyError):
@@ -89,6 +86,11 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
             f"transformers cannot build a causal language model with an exchangeable attention from a "
             f"{config.model_type!r} configuration: {reason}"
         ) from error
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise CheckpointError(
+            f"{type(model).__name__} takes no position_ids: it places its tokens by itself, from what it is given at "
+            "once; this architecture is not supported."
+        )
     return model.eval(), mode
 
 
@@ -99,7 +101,7 @@ def trace(
 
     Args:
         config: of a decoder whose attention goes through transformers' attention interface and whose positions are
-            rotations of a fixed set of frequencies.
+            rotations of a fixed set of frequencies, or learned.
         max_length: number of positions in the rotation tables, and in the caches where the flavour fixes it.
         dtype: of weights, activations and caches: `"float32"`, `"float16"` or `"bfloat16"`; logits are float32 always.
         flavor: what the graph is for.
@@ -107,11 +109,18 @@ def trace(
     Raises:
         CheckpointError: the architecture cannot be expressed, with the reason.
     """
-    torch_dtype = _DTYPES[dtype]
+    try:
+        return _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=True)
+    except ChangedRotationError:
+        return _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=False)
+
+
+def _trace(
+    config: PreTrainedConfig, max_length: int, torch_dtype: torch.dtype, flavor: Flavor, *, by_operators: bool
+) -> Trace:
     model, mode = fake_model(config, torch_dtype)
     modeling = importlib.import_module(type(model).__module__)
-    factors = _fixed_factors(model)
-    rotation = _rotation(config, model, modeling, max_length, torch_dtype)
+    rotation = find_rotation(config, model, modeling, max_length, torch_dtype, by_operators=by_operators)
     num_layers = config.num_hidden_layers
     kv_heads, head_size = num_heads_and_size(config)
     constants = flavor.constants(max_length)
@@ -130,7 +139,7 @@ def trace(
     past_dim = {0: Dim("batch")} if flavor.static_length else {0: Dim("batch"), 2: Dim("max_length")}
     past_dims = [past_dim] * num_layers
     names = [f"{i}.{part}" for part in ("key", "value") for i in range(num_layers)]
-    with _unrotated(modeling), _quiet():
+    with rotation.applied(model, modeling, graph_model.rotary), _quiet():
         try:
             program = torch.onnx.export(
                 graph_model,
@@ -168,12 +177,7 @@ def trace(
         onnxscript.optimizer.fold_constants(graph)
         flavor.fuse_norms(graph)
         onnxscript.optimizer.optimize_ir(graph)
-    attention_nodes = sum(node.op_type == flavor.attention_op for node in graph.graph)
-    if attention_nodes != num_layers:
-        raise CheckpointError(
-            f"{type(model).__name__} has {num_layers} layers but {attention_nodes} of them attend through "
-            "transformers' attention interface; this architecture is not supported."
-        )
+        split_products(graph)
     if left := [name for name in graph.graph.initializers if "rotary_emb" in name]:
         raise CheckpointError(
             f"{type(model).__name__} rotates in a way of its own (it still uses {left[0]!r}); this architecture is not "
@@ -182,13 +186,32 @@ def trace(
     vocab_size = graph.graph.outputs[0].shape[2]
     table = cast(PreTrainedModel, model).get_input_embeddings()
     embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is table)
+    places = {given.name for given in inputs} - {"logits_indices"}
+    if not (rotation.tables and rotation.by_operators) and not _looks_up(graph, places):
+        raise CheckpointError(
+            f"{type(model).__name__} places its tokens neither by rotation nor by a table of positions; this "
+            "architecture is not supported."
+        )
     attention = frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and projects_for_attention(model, name)
+        if isinstance(module, torch.nn.Linear | Conv1D) and projects_for_attention(model, name)
     )
-    tables = rotation.tables | constants | factors
+    not_stored = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    tables = rotation.tables | constants | _computed(config, not_stored & set(graph.graph.initializers))
     return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, tables)
+
+
+def _looks_up(graph: ir.Model, inputs: set[str]) -> bool:
+    """Whether a table is looked up at places that depend on one of these inputs."""
+    depends = {value for value in graph.graph.inputs if value.name in inputs}
+    for node in graph.graph:  # in topological order
+        if any(value in depends for value in node.inputs):
+            depends.update(node.outputs)
+    return any(
+        node.op_type == "Gather" and node.inputs[0].is_initializer() and node.inputs[1] in depends
+        for node in graph.graph
+    )
 
 
 def projects_for_attention(model: torch.nn.Module, name: str) -> bool:
@@ -201,7 +224,7 @@ class _GraphModel(torch.nn.Module):
     """The forward that is traced. Parameters keep the checkpoint's names, so the model is not a submodule."""
 
     def __init__(
-        self, model: torch.nn.Module, rotation: _Rotation, flavor: Flavor, constants: dict[str, torch.Tensor]
+        self, model: torch.nn.Module, rotation: Rotation, flavor: Flavor, constants: dict[str, torch.Tensor]
     ) -> None:
         super().__init__()
         for name, child in model.named_children():
@@ -228,7 +251,7 @@ class _GraphModel(torch.nn.Module):
             input_ids,
             past_keys,
             past_values,
-            [(table(f"rotary.cos{kind}"), table(f"rotary.sin{kind}")) for kind in rotation.layers],
+            [(table(f"rotary.cos{kind}"), table(f"rotary.sin{kind}")) for kind in rotation.layers if rotation.tables],
             rotation.interleaved,
             {name: table(name) for name in constants},
             **dict(zip(names, inputs, strict=True)),
@@ -245,132 +268,38 @@ class _GraphModel(torch.nn.Module):
                 )
         finally:
             hook.remove()
-        return output.logits.to(torch.float32), state.present_keys, state.present_values
+        layers = len(past_keys)
+        if sorted(state.present) != list(range(layers)):
+            raise CheckpointError(
+                f"{type(model).__name__} has {layers} layers but {len(state.present)} of them attend through "
+                "transformers' attention interface; this architecture is not supported."
+            )
+        keys, values = zip(*(state.present[layer] for layer in range(layers)), strict=True)
+        return output.logits.to(torch.float32), list(keys), list(values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rotation:
-    """How a model places its tokens.
-
-    Attributes:
-        tables: `rotary.cos` and `rotary.sin`; of models that rotate some layers otherwise, one pair for each kind of
-            layer, named `rotary.cos_KIND`.
-        layers: what the names of each layer's tables end with.
-        interleaved: whether pairs are neighbours.
-    """
-
-    tables: dict[str, torch.Tensor]
-    layers: tuple[str, ...]
-    interleaved: bool
-
-
-def check_architecture(config: PreTrainedConfig) -> torch.nn.Module:
+def check_architecture(config: PreTrainedConfig, max_length: int = 8) -> torch.nn.Module:
     """Check what can be told without a trace, in a second or two; returns the model, without weights.
+
+    Args:
+        config: of the model.
+        max_length: positions of the graph.
 
     Raises:
         CheckpointError: the architecture cannot be expressed, with the reason.
     """
     model, _ = fake_model(config, torch.float32)
-    _fixed_factors(model)
-    _rotation(config, model, importlib.import_module(type(model).__module__), 8, torch.float32)
+    find_rotation(config, model, importlib.import_module(type(model).__module__), max_length, torch.float32)
     return model
 
 
-def _fixed_factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that are computed when the model is built: factors whose number stands beside them, as Gemma's."""
-    stored = set(model.state_dict())
-    factors = {}
-    for name, buffer in model.named_buffers():
-        if name in stored or "rotary_emb" in name:
-            continue
-        path, _, leaf = name.rpartition(".")
-        number = getattr(model.get_submodule(path), f"scalar_{leaf}", None)
-        if buffer.dim() or not isinstance(number, int | float):
-            raise CheckpointError(
-                f"{type(model).__name__} computes {name!r} when it is built instead of storing it; this architecture "
-                "is not supported."
-            )
-        factors[name] = torch.tensor(float(number))
-    return factors
-
-
-def _rotation(
-    config: PreTrainedConfig, model: torch.nn.Module, modeling: Any, max_length: int, dtype: torch.dtype
-) -> _Rotation:
-    """Cosine and sine of every position, and whether pairs are interleaved, found out by trying the rotation."""
-    rotaries = {type(module) for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
-    rotate = getattr(modeling, "apply_rotary_pos_emb", None)
-    if len(rotaries) != 1 or rotate is None:
-        raise CheckpointError(
-            f"{type(model).__name__} does not place its tokens by one rotary embedding "
-            f"({len(rotaries)} found, apply_rotary_pos_emb {'found' if rotate else 'missing'}); "
-            "this architecture is not supported."
-        )
-    rotary = rotaries.pop()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds: tuple[str | None, ...] = (None,) * config.num_hidden_layers
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        kinds = tuple(config.layer_types)
-    _, head_size = num_heads_and_size(config)
-    if head_size % 16:
-        raise CheckpointError(
-            f"{type(model).__name__} has heads of {head_size} values; "
-            "ONNX Runtime rotates heads of a multiple of 16 only."
-        )
-    tables: dict[str, torch.Tensor] = {}
-    interleaved = False
-    for kind in sorted(set(kinds), key=str):
-        rope_type = ((parameters if kind is None else parameters.get(kind)) or {}).get("rope_type", "default")
-        if rope_type not in _STATIC_ROPE_TYPES:
-            raise CheckpointError(
-                f"The rotation {rope_type!r} of {type(model).__name__} is not supported: expected one of "
-                f"{', '.join(_STATIC_ROPE_TYPES)}, whose frequencies do not change with the length of the text."
-            )
-        which = {} if kind is None else {"layer_type": kind}
-        with torch.no_grad():
-            cos, sin = rotary(config)(torch.zeros(1, 1, 1), torch.arange(max_length)[None], **which)
-        if not (torch.isfinite(cos).all() and torch.isfinite(sin).all()):
-            raise CheckpointError(
-                f"The rotation of {type(model).__name__} is no number at some positions; look at its rope_parameters "
-                f"(rope_theta above all): {parameters!r:.200}."
-            )
-        if cos.shape[-1] != head_size:
-            raise CheckpointError(
-                f"{type(model).__name__} rotates {cos.shape[-1]} of {head_size} values of a head; partial rotation is "
-                "not supported."
-            )
-        interleaved = _is_interleaved(rotate, cos, sin, type(model).__name__)
-        # A table as the model has it repeats each frequency; the operator wants it once.
-        keep = slice(0, None, 2) if interleaved else slice(0, head_size // 2)
-        for name, table in (("cos", cos), ("sin", sin)):
-            tables[f"rotary.{name}{_suffix(kind)}"] = table[0, :, keep].to(dtype).contiguous()
-    return _Rotation(tables, tuple(map(_suffix, kinds)), interleaved)
-
-
-def _suffix(kind: str | None) -> str:
-    return "" if kind is None else f"_{kind}"
-
-
-def _is_interleaved(rotate: Any, cos: torch.Tensor, sin: torch.Tensor, model_name: str) -> bool:
-    """Whether the model rotates neighbours (x0, x1), (x2, x3), … or halves (x0, x_n/2), ….
-
-    Raises:
-        CheckpointError: it does neither.
-    """
-    size = cos.shape[-1]
-    count = min(cos.shape[1], 8)
-    x = torch.randn(1, 1, count, size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        rotated, _ = rotate(x, x, cos[:, :count], sin[:, :count])
-    for interleaved in (False, True):
-        even, odd = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., : size // 2], x[..., size // 2 :])
-        keep = slice(0, None, 2) if interleaved else slice(0, size // 2)
-        c, s = cos[:, None, :count, keep], sin[:, None, :count, keep]
-        first, second = even * c - odd * s, odd * c + even * s
-        expected = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
-        if torch.allclose(rotated, expected, atol=1e-5):
-            return interleaved
-    raise CheckpointError(f"The rotation of {model_name} pairs values in an unknown way; it is not supported.")
+def _computed(config: PreTrainedConfig, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Buffers that no checkpoint holds, since they are computed when the model is built: factors, tables."""
+    if not names:
+        return {}
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name in names}
 
 
 @contextmanager
@@ -387,14 +316,3 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-@contextmanager
-def _unrotated(modeling: Any) -> Iterator[None]:
-    """Leave queries and keys as they are inside the block: the attention operator rotates them."""
-    original = modeling.apply_rotary_pos_emb
-    modeling.apply_rotary_pos_emb = leave_unrotated
-    try:
-        yield
-    finally:
-        modeling.apply_rotary_pos_emb = original

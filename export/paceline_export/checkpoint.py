@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from paceline.errors import CheckpointError
 
+from .conversion import Conversions
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
 from .source import Source
 from .weights import read_json
@@ -50,7 +51,9 @@ class SafetensorsReader:
     files: tuple[Path, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     packing: Packing | None = None
+    model: Any = None  # of transformers, without storage: says what parameters under other names are made of
     _where: dict[str, Any] = field(init=False, default_factory=dict)
+    _conversions: Conversions | None = field(init=False, default=None)
     _stack: ExitStack = field(init=False, default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -70,14 +73,21 @@ class SafetensorsReader:
         if self.packing is not None and (module := self._packed_module(name)) is not None:
             shapes = {part: tuple(self._slice(stored).get_shape()) for part, stored in self._parts(module).items()}
             return packed_shape(self.packing, module, shapes)
-        stored = self._stored_name(name)
-        tensor = self._slice(stored)
-        if tensor.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
-                "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF file."
-            )
-        return tuple(tensor.get_shape())
+
+        def shape(stored: str) -> tuple[int, ...]:
+            tensor = self._slice(stored)
+            if tensor.get_dtype() not in _FLOATS:
+                raise CheckpointError(
+                    f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
+                    "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF "
+                    "file."
+                )
+            return tuple(tensor.get_shape())
+
+        if (made := self._made(name)) is not None:
+            made_as, conversions = made
+            return tuple(conversions.make(made_as, lambda stored: torch.empty(shape(stored), device="meta")).shape)
+        return shape(self._stored_name(name))
 
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
@@ -87,9 +97,15 @@ class SafetensorsReader:
         """
         if (packed := self.packed(name)) is not None:
             return unpacked(packed)
-        stored = self._stored_name(name)
-        tensor: torch.Tensor = self._where[stored].get_tensor(stored)
-        return tensor.to(torch.float32)
+
+        def read(stored: str) -> torch.Tensor:
+            tensor: torch.Tensor = self._where[stored].get_tensor(stored)
+            return tensor.to(torch.float32)
+
+        if (made := self._made(name)) is not None:
+            made_as, conversions = made
+            return conversions.make(made_as, read)
+        return read(self._stored_name(name))
 
     def packed(self, name: str) -> PackedWeight | None:
         """The parameter's own levels, zero points and scales, or None where they are not what the checkpoint holds.
@@ -133,6 +149,16 @@ class SafetensorsReader:
 
     def _slice(self, stored: str) -> Any:
         return self._where[stored].get_slice(stored)
+
+    def _made(self, name: str) -> tuple[str, Conversions] | None:
+        """The name to make a parameter under that no file holds as it is, and what makes it; None for others."""
+        names = (name, self.tied.get(name, name))
+        if self.model is None or any(each in self._where for each in names):
+            return None
+        if self._conversions is None:
+            self._conversions = Conversions(self._where, self.model)
+        conversions = self._conversions
+        return next(((each, conversions) for each in names if conversions.sources(each)), None)
 
     def _stored_name(self, name: str) -> str:
         for candidate in (name, self.tied.get(name, name)):
@@ -287,7 +313,7 @@ class Checkpoint:
         tied = dict(getattr(model, "_tied_weights_keys", None) or {}) if self.config.tie_word_embeddings else {}
         if self.source.gguf_file:
             return GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
-        return SafetensorsReader(self.source.weight_files, tied, self.packing)
+        return SafetensorsReader(self.source.weight_files, tied, self.packing, model)
 
 
 def _check_sizes(name: str, config: PreTrainedConfig) -> None:

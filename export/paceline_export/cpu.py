@@ -44,7 +44,7 @@ def open_on_cpu(path: Path, entry: ModelEntry, max_length: int, *, exact: bool =
         return OrtModel(open_session(path), entry)
     model = load_graph(path)
     if entry.flavor == "ort":
-        for node in model.graph:
+        for node in model.graph.all_nodes():
             if node.op_type == "MatMulNBits":
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
         return OrtModel(open_session(_bytes(model), session_config=(_weights_in(path.parent),)), entry)

@@ -47,10 +47,11 @@ from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
 from .pair import check_pair, check_widths, token_texts
 from .passes.lm_head import cut_lm_head
-from .passes.weights import check_shape, store_weights
+from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
 from .quantize.blockwise import BLOCK_SIZES
 from .quantize.packed import LEFT_OUT_BITS
+from .rotation import fixed_positions
 from .sampler.build import write_sampler
 from .source import Source
 
@@ -184,20 +185,28 @@ def export_bundle(
         for which, checkpoint in checkpoints.items()
     }
 
-    checked = {which: _check_weights(checkpoint) for which, checkpoint in checkpoints.items()}
+    checked = {which: _check_weights(checkpoint, lengths[which]) for which, checkpoint in checkpoints.items()}
     weights = {which: count for which, (_, count) in checked.items()}
-    done, whole = 0.02, sum(weights.values())
+    traces: dict[str, Trace] = {}
+    for which, checkpoint in checkpoints.items():  # before what takes long: it tells what cannot be expressed
+        report(f"{which}: trace", 0.02 + 0.02 * len(traces))
+        made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
+        made_for.finish(made.model)
+        if checkpoint.packing is None:
+            check_projections(made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention)
+        traces[which] = made
+    done, whole = 0.06, sum(weights.values())
     entries: dict[str, ModelEntry] = {}
     notes: dict[str, tuple[str, ...]] = {}
     layers_seconds: dict[str, float] = {}
     with _partial_folder(out, overwrite) as folder:
         for which, checkpoint in checkpoints.items():
-            share = 0.95 * weights[which] / whole
+            share = 0.91 * weights[which] / whole
 
             def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
                 report(f"{which}: {stage}", done + share * part)
 
-            passed, notes[which], layers_seconds[which] = _run_layers(
+            passed, found, layers_seconds[which] = _run_layers(
                 checkpoint,
                 checked[which][0],
                 made_for,
@@ -208,9 +217,10 @@ def export_bundle(
                 quality and which == "target",
                 within,
             )
-            entries[which] = _export_model(
+            entries[which], left = _export_model(
                 checkpoint,
                 checked[which][0],
+                traces[which],
                 folder,
                 which,
                 made_for,
@@ -222,6 +232,7 @@ def export_bundle(
                 passed,
                 within,
             )
+            notes[which] = (*_length_notes(checkpoint, lengths[which], max_length), *found, *left)
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
         tokenizer = _write_tokenizer(checkpoints["target"], end_tokens, folder)
@@ -371,11 +382,23 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
 def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str, flavor: Flavor) -> int:
     """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
     own = getattr(checkpoint.config, "max_position_embeddings", None) or flavor.default_max_length
+    fixed = fixed_positions(checkpoint.config) or own
     if wanted is None:
-        return int(min(own, flavor.default_max_length))
+        return int(min(own, flavor.default_max_length, fixed))
     if wanted > own and which == "target":
         raise InvalidInputError(f"max_length={wanted} exceeds the {own} positions that {checkpoint.source.name} has.")
-    return int(min(own, wanted))
+    return int(min(own, wanted, fixed if which == "draft" else wanted))
+
+
+def _length_notes(checkpoint: Checkpoint, length: int, wanted: int | None) -> list[str]:
+    """What a user should know who did not ask for this number of positions."""
+    fixed = fixed_positions(checkpoint.config)
+    if wanted is not None or fixed is None or length < fixed:
+        return []
+    return [
+        f"texts may have {fixed} positions: the model rotates longer ones by other frequencies, from their start on, "
+        "and the keys in a cache cannot follow"
+    ]
 
 
 def _logit_ids(checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int | None) -> NDArray[np.int32] | None:
@@ -385,7 +408,7 @@ def _logit_ids(checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int 
     return useful_ids(checkpoint.tokenizer, end_tokens, wanted)
 
 
-def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
+def _check_weights(checkpoint: Checkpoint, max_length: int) -> tuple[WeightReader, int]:
     """Check the headers of a checkpoint's files against its model, since the trace takes long.
 
     Returns a reader of its weights, which takes seconds to make for a GGUF, and the number of parameters.
@@ -393,7 +416,7 @@ def _check_weights(checkpoint: Checkpoint) -> tuple[WeightReader, int]:
     Raises:
         CheckpointError: an architecture that is not supported, or a parameter that is missing or of another shape.
     """
-    model = check_architecture(checkpoint.config)
+    model = check_architecture(checkpoint.config, max_length)
     reader = checkpoint.weights(model)
     for name, parameter in model.named_parameters():
         check_shape(reader, name, tuple(parameter.shape))
@@ -457,12 +480,21 @@ def _run_layers(
             if stored.float8:
                 raise CheckpointError(f"{error} So the ranges of fp8 cannot be told; export it with int8.") from error
             notes.append(f"weights are rounded to nearest, quality was not measured: {error}")
+        else:
+            if stored.float8 and not passed.ranges:
+                raise CheckpointError(
+                    f"{checkpoint.source.name} has no linear layers in its blocks, whose inputs fp8 rounds; export it "
+                    "with int8."
+                )
+            if recipe is not None and not passed.calibrated:
+                notes.append("weights are rounded to nearest: its blocks have no linear layers to calibrate")
     return passed, tuple(notes), time.perf_counter() - started
 
 
 def _export_model(
     checkpoint: Checkpoint,
     reader: WeightReader,
+    traced: Trace,
     folder: Path,
     which: str,
     flavor: Flavor,
@@ -473,22 +505,21 @@ def _export_model(
     logit_ids: NDArray[np.int32] | None,
     passed: Pass,
     report: _OnProgress,
-) -> ModelEntry:
-    """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these."""
-    packing = checkpoint.packing
-    report("trace", 0.6)
-    traced = trace(checkpoint.config, max_length=max_length, dtype=stored.dtype, flavor=flavor)
-    flavor.finish(traced.model)
+) -> tuple[ModelEntry, tuple[str, ...]]:
+    """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these.
 
+    Returns the description, and notes on what is stored otherwise than the precision says.
+    """
+    packing = checkpoint.packing
     names = sum(1 for _ in traced.model.graph.initializers)
     stored_count = 0
 
     def on_weight(name: str) -> None:
         nonlocal stored_count
         stored_count += 1
-        report("store weights", 0.7 + 0.15 * min(1.0, stored_count / names))
+        report("store weights", 0.6 + 0.25 * min(1.0, stored_count / names))
 
-    report("store weights", 0.7)
+    report("store weights", 0.6)
     weights = store_weights(
         traced.model,
         reader,
@@ -510,6 +541,7 @@ def _export_model(
         cut_lm_head(traced.model, logit_ids, embedding=traced.embedding)
         kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
         np.save(folder / kept.path, logit_ids, allow_pickle=False)
+    flavor.finish_stored(traced.model)
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
     try:
         ir.save(traced.model, path, external_data="model.onnx.data")
@@ -541,9 +573,9 @@ def _export_model(
         mixed_bits=weights.mixed_bits or None,
     )
     if passed.reference is None:
-        return entry
+        return entry, weights.notes
     report("measure quality", 0.93)
-    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference))
+    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference)), weights.notes
 
 
 def _reason(error: BaseException) -> BaseException:

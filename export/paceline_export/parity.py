@@ -246,14 +246,17 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     tied = dict(model_class._tied_weights_keys or {}) if config.tie_word_embeddings else {}
     config.tie_word_embeddings = False  # embedding and LM head may be stored with different bits
     with torch.device("meta"):
-        own = model_class(config).state_dict()
-    # The graph holds factors, too, that the model computes by itself.
-    weights = {name: value for name, value in stored_weights(bundle.path(entry.path)).items() if name in own}
+        empty = model_class(config)
+    own, table = empty.state_dict(), empty.get_input_embeddings()
+    # The graph holds factors, too, that the model computes by itself. Experts lie one behind the other.
+    stored = stored_weights(bundle.path(entry.path))
+    weights = {name: value for name, value in stored.items() if name in own}
+    weights |= {name: value.reshape(own[name].shape) for name, value in weights.items() if own[name].dim() == 3}
     for pair in tied.items():  # one stands for both where they share it
         if len(found := [weights[name] for name in pair if name in weights]) == 1:
             weights |= dict.fromkeys(pair, found[0])
-    embedding = next((name for name in weights if name.endswith("embed_tokens.weight")), None)
-    if embedding is not None:  # blocks of a table that was the LM head, too, may be padded
+    embedding = next(f"{name}.weight" for name, module in empty.named_modules() if module is table)
+    if embedding in weights:  # blocks of a table that was the LM head, too, may be padded
         weights[embedding] = weights[embedding][:, : own[embedding].shape[1]]
     if (logit_ids := read_logit_ids(bundle, entry)) is not None:  # zeros stand for rows that the LM head does not keep
         for name, value in weights.items():
@@ -263,7 +266,12 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
     disable_progress_bar()
     try:
         model = model_class.from_pretrained(
-            None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="eager"
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
     except RuntimeError as error:
         raise BundleError(f"{bundle.root}: the weights do not fit {folder}/config.json: {error}") from error
@@ -276,20 +284,21 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
 
 
 def stored_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of an exported graph by the checkpoint's names, in float32."""
+    """The weights of an exported graph by the checkpoint's names, in float32; stacked experts as one wide matrix."""
     model = load_graph(path)
     arrays = {
         name: value.const_value for name, value in model.graph.initializers.items() if value.const_value is not None
     }
-    heads = {str(node.inputs[1].name) for node in model.graph if node.op_type == "MatMulNBits" and node.inputs[1]}
-    weights: dict[str, torch.Tensor] = {}
-    for node in model.graph:
+    nodes = list(model.graph.all_nodes())  # experts are in branches
+    heads = {str(node.inputs[1].name) for node in nodes if node.op_type == "MatMulNBits" and node.inputs[1]}
+    parts: dict[str, torch.Tensor] = {}
+    for node in nodes:
         if node.op_type == "DequantizeLinear" and node.inputs[0].is_initializer():
             name = str(node.inputs[0].name).removesuffix(".q")
             levels = arrays[f"{name}.q"].numpy().astype(np.float32)
             scales = arrays[f"{name}.scales"].numpy().astype(np.float32).reshape(len(levels), -1)
             values = levels * scales.repeat(-(-levels.shape[1] // scales.shape[1]), axis=1)
-            weights[name] = torch.from_numpy(_in_order(values, _column_order(_product_of(node))))
+            parts[name] = torch.from_numpy(_in_order(values, _column_order(_product_of(node))))
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
         name = next((str(v.name) for v in node.inputs if v is not None and str(v.name).endswith(".q")), "")
@@ -310,15 +319,25 @@ def stored_weights(path: Path) -> dict[str, torch.Tensor]:
             bits,
             block,
         )
-        values = unpacked(PackedWeight(weight, _column_order(node)))
-        whole, part, _ = name.partition("[")  # rows of a weight, in order
-        weights[whole] = torch.cat([weights[whole], values]) if part and whole in weights else values
+        parts[name] = unpacked(PackedWeight(weight, _column_order(node)))
     for name, tensor in arrays.items():
         if name.startswith("rotary.") or "." not in name or name.endswith(_PARTS):
             continue
-        array = np.array(tensor.numpy(), np.float32)
-        weights[name.removesuffix(".T")] = torch.from_numpy(array.T if name.endswith(".T") else array)
-    return weights
+        parts[name] = torch.from_numpy(np.array(tensor.numpy(), np.float32))
+    weights: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, values in parts.items():  # a name ends with .T where what is stored is transposed, [i] or [i:] in front
+        plain = name.removesuffix(".T")
+        whole, _, place = plain.partition("[")
+        number = int(place.partition(":")[0].rstrip("]") or 0)
+        weights.setdefault(whole, []).append((number, values if plain == name else values.T.contiguous()))
+    return {
+        name: found[0][1] if len(found) == 1 else torch.cat([values for _, values in sorted(found, key=_number)])
+        for name, found in weights.items()
+    }
+
+
+def _number(part: tuple[int, torch.Tensor]) -> int:
+    return part[0]
 
 
 def _product_of(dequantized: ir.Node) -> ir.Node | None:

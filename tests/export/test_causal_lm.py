@@ -1,20 +1,22 @@
-"""Tracing: what each architecture's graph looks like, and which architectures are refused."""
+"""Tracing: what graphs look like; what each architecture computes is in `test_architectures.py`."""
 
 from __future__ import annotations
 
 import collections
-import time
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from tiny import sizes
+from transformers import masking_utils
 
 from paceline.errors import CheckpointError
-from paceline_export.causal_lm import _fixed_factors, trace
+from paceline_export.attention import _mask
+from paceline_export.causal_lm import check_architecture, trace
 from paceline_export.passes.norms import fuse_residual_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
+from paceline_export.rotation import fixed_positions
 
 
 def ops(model: Any) -> collections.Counter[str]:
@@ -80,53 +82,69 @@ def test_a_sliding_window_reaches_the_operator() -> None:
     assert [node.attributes["local_window_size"].as_int() for node in nodes] == [8, 8]
 
 
-REFUSED = [
-    (
-        transformers.GPT2Config(vocab_size=272, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
-        "rotary embedding",
-    ),
-    (transformers.StableLmConfig(**sizes(partial_rotary_factor=0.25)), "partial rotation is not supported"),
-    (
-        transformers.LlamaConfig(
-            **sizes(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-        ),
-        "rotation 'dynamic'",
-    ),
-    (transformers.MambaConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2), "not supported|cannot build"),
-    (transformers.BertConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4), "."),
-    (
-        transformers.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-        "exchanged",
-    ),
-    (transformers.LlamaConfig(**sizes(head_dim=24)), "heads of 24 values"),
-    (
-        transformers.LlamaConfig(**sizes(rope_parameters={"rope_type": "default", "rope_theta": 0.0})),
-        "is no number at some positions",
-    ),
-    (transformers.HunYuanDenseV1Config(**sizes(head_dim=16)), "between rotation and attention"),
-    (transformers.MixtralConfig(**sizes(num_local_experts=4)), "torch cannot trace MixtralForCausalLM"),
-    (transformers.T5Config(vocab_size=272, d_model=64, num_layers=2), "cannot build a causal language model"),
-]
+def test_operators_rotate_the_first_values_of_a_head_and_the_models_code_what_they_cannot() -> None:
+    partial = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    fused = trace(transformers.NemotronConfig(**sizes(head_dim=32, rope_parameters=partial)), max_length=64)
+    own = trace(transformers.StableLmConfig(**sizes(rope_parameters=partial)), max_length=64)
+    changed = trace(transformers.HunYuanDenseV1Config(**sizes(head_dim=16)), max_length=64)
+    for traced, rotates, width in ((fused, True, 8), (own, False, 8), (changed, False, 16)):
+        nodes = [node for node in traced.model.graph if node.op_type == "GroupQueryAttention"]
+        assert ["do_rotary" in node.attributes for node in nodes] == [rotates] * 2
+        assert traced.constants["rotary.cos"].shape == (64, width)
+        tables = {node.inputs[0].name for node in traced.model.graph if node.op_type == "Gather"}
+        assert ("rotary.cos" in tables) is not rotates
 
 
-@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda value: getattr(value, "model_type", None))
-def test_what_cannot_be_expressed_is_refused_with_the_reason(config: Any, reason: str) -> None:
-    started = time.perf_counter()
-    with pytest.raises(CheckpointError, match=reason):
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_changes_with_the_length_keeps_to_the_lengths_where_it_does_not(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**sizes(rope_parameters=rope))
+    fixed = 256 if kind == "dynamic" else 128
+    assert fixed_positions(config) == fixed
+    check_architecture(config, fixed)
+    with pytest.raises(
+        CheckpointError, match=rf"change with the length .* Up to {fixed} positions .* --max-length {fixed} or less"
+    ):
+        check_architecture(config, fixed + 1)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_layers_of_another_size_than_the_settings_say_are_refused(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(**sizes())
+    monkeypatch.setattr("paceline_export.causal_lm.num_heads_and_size", lambda config: (2 * width, 16))
+    if width == 1:
         trace(config, max_length=64)
-    assert time.perf_counter() - started < 30  # before any heavy work
+    else:
+        with pytest.raises(CheckpointError, match=r"has 2 heads of 16 values in layer 0, but the .* say 6 of 16"):
+            trace(config, max_length=64)
 
 
-def test_only_factors_may_be_computed() -> None:
-    model = torch.nn.Module()
-    model.register_buffer("scale", torch.tensor(3.0), persistent=False)
-    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
-        _fixed_factors(model)
-    setattr(model, "scalar_scale", 3.0)  # noqa: B010 -- mypy takes an attribute of a module for a tensor
-    assert _fixed_factors(model) == {"scale": torch.tensor(3.0)}
-    model.register_buffer("scale", torch.ones(2), persistent=False)
-    with pytest.raises(CheckpointError, match="computes 'scale' when it is built"):
-        _fixed_factors(model)
+def test_masks_are_noted_by_their_window_and_others_refused() -> None:
+    assert _mask(mask_function=masking_utils.causal_mask_function) is None
+    window = _mask(mask_function=masking_utils.sliding_window_causal_mask_function(8), local_size=8)
+    assert window is not None
+    assert window.shape[0] == 8
+    padding = torch.zeros(2, dtype=torch.int64)
+    ends = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    for other in (masking_utils.chunked_causal_mask_function(8, padding), ends):
+        with pytest.raises(CheckpointError, match=r"masks its attention by '(chunked_overlay|or_masks)'"):
+            _mask(mask_function=other, local_size=8)
+
+
+def test_products_are_written_one_way() -> None:
+    model = trace(transformers.GPT2Config(vocab_size=272, n_embd=64, n_layer=2, n_head=4), max_length=64).model
+    found = ops(model)
+    assert found["Gemm"] == 0
+    assert found["MatMul"] == 9  # four a layer and the LM head
+
+
+def test_every_expert_is_a_product_of_its_own() -> None:
+    model = trace(transformers.MixtralConfig(**sizes(num_local_experts=3)), max_length=64).model
+    stacked = [node for node in model.graph if node.op_type == "Gather" and "experts" in str(node.inputs[0].name)]
+    assert len(stacked) == 2 * 3 * 2  # layers, experts, projections
+    assert ops(model)["TopK"] == 2
 
 
 def test_layers_rotate_by_the_tables_of_their_kind() -> None:

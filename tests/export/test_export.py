@@ -26,6 +26,7 @@ from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError, PacelineError
 from paceline.ort import OrtModel
 from paceline.testing import ScriptedDrafter
+from paceline_export import parity
 from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import ExportReport, _end_tokens, export_bundle
 from paceline_export.pair import token_texts
@@ -58,41 +59,10 @@ def pair(llama: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+# More are in architectures.py.
 ARCHITECTURES = {
-    "llama": transformers.LlamaConfig(**sizes()),
     "llama, tied": transformers.LlamaConfig(**sizes(tie_word_embeddings=True)),
-    "llama, scaled rotation": transformers.LlamaConfig(**sizes(rope_parameters=LLAMA3)),
-    "llama, head size": transformers.LlamaConfig(**sizes(head_dim=32)),
     "llama, uneven width": transformers.LlamaConfig(**sizes(hidden_size=72, intermediate_size=100, head_dim=16)),
-    "qwen2": transformers.Qwen2Config(**sizes()),
-    "qwen3": transformers.Qwen3Config(**sizes(head_dim=16)),
-    "mistral, window": transformers.MistralConfig(**sizes(sliding_window=16, head_dim=16)),
-    "cohere, interleaved rotation": transformers.CohereConfig(**sizes()),
-    "smollm3, a layer without rotation": transformers.SmolLM3Config(**sizes(no_rope_layer_interval=2)),
-    "exaone4, window with and without rotation": transformers.Exaone4Config(
-        **sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
-    ),
-    "granite, scaled everywhere": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
-    "phi3, packed projections": transformers.Phi3Config(**sizes()),
-    "gemma, scaled embedding": transformers.GemmaConfig(**sizes(head_dim=16, tie_word_embeddings=False)),
-    "gemma2, window and bounded scores": transformers.Gemma2Config(
-        **sizes(head_dim=16, sliding_window=16, attn_logit_softcapping=5.0, tie_word_embeddings=False)
-    ),
-    "gemma3, two rotations": transformers.Gemma3TextConfig(
-        **sizes(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
-        | {"tie_word_embeddings": False}
-    ),
-    "olmo3, norms behind": transformers.Olmo3Config(
-        **sizes(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
-    ),
     "one kv head": transformers.LlamaConfig(**sizes(num_key_value_heads=1)),
 }
 
@@ -145,6 +115,52 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     export(folder, tmp_path / "a")
     export(sharded, tmp_path / "b")
     assert (tmp_path / "a/target/model.onnx.data").read_bytes() == (tmp_path / "b/target/model.onnx.data").read_bytes()
+
+
+def test_older_names_and_pieces_of_a_checkpoint_are_read(tmp_path: Path) -> None:
+    """As the hub has them: GPT-2 without the prefix of its base model, Mixtral's experts one by one."""
+    from safetensors.torch import load_file, save_file
+
+    sizes_of_gpt2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    sizes_of_gpt2["eos_token_id"] = 260
+    for name, config, old in (
+        ("gpt2", transformers.GPT2Config(**sizes_of_gpt2), "h.0.attn.c_attn.weight"),
+        (
+            "mixtral",
+            transformers.MixtralConfig(**sizes(num_local_experts=2, num_hidden_layers=1)),
+            "model.layers.0.block_sparse_moe.experts.1.w2.weight",
+        ),
+    ):
+        folder = tiny_checkpoint(tmp_path / name, config)
+        path = folder / "model.safetensors"
+        saved = {key.removeprefix("transformer."): value for key, value in load_file(path).items()}
+        assert old in saved
+        save_file(saved, path, {"format": "pt"})
+        export(folder, tmp_path / f"{name}-bundle")
+        stored = parity.stored_weights(tmp_path / f"{name}-bundle" / "target" / "model.onnx")
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for key, value in expected.items():
+            if key in stored:  # a tied head is there once
+                torch.testing.assert_close(stored[key].reshape(value.shape), value, rtol=0, atol=0)
+        assert len(set(expected) - set(stored)) <= 1
+        del saved[old]
+        save_file(saved, path, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"no tensor|has shape"):
+            export(folder, tmp_path / f"{name}-damaged")
+
+
+def test_what_stays_in_full_precision_is_said(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**sizes(num_local_experts=2, num_hidden_layers=1))
+    report = export(tiny_checkpoint(tmp_path / "model", config), tmp_path / "bundle", precision="int8")
+    graph = onnx.load(tmp_path / "bundle" / "target" / "model.onnx", load_external_data=False).graph
+    branches = [node for node in graph.node if node.op_type == "If"]  # an expert that no row chose is skipped
+    assert len(branches) == 2
+    for node in branches:
+        then, other = sorted((attribute.g for attribute in node.attribute), key=lambda graph: -len(graph.node))
+        assert sum(inner.op_type == "MatMulNBits" for inner in then.node) == 2
+        assert [inner.op_type for inner in other.node] == ["Identity"]
+    assert not any(".experts." in name for node in graph.node for name in node.input)
+    assert report.models[0].notes == ("1 weight is left in full precision, such as model.layers.0.mlp.gate.weight",)
 
 
 def test_the_manifest_describes_the_graphs(pair: Path) -> None:

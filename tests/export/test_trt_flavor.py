@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError, InvalidInputError
 from paceline_export.causal_lm import trace
 from paceline_export.export import export_bundle
 from paceline_export.flavors import FLAVORS, find_flavor
+from paceline_export.flavors.trt import IN_PIECES
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.passes.static_length import set_static_length
 from paceline_export.quantize.blockwise import dequantize, quantize
@@ -321,10 +322,19 @@ def test_a_precision_of_another_flavour_is_refused_before_any_work(llama: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_tensorrt_cannot_express_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_what_its_attention_cannot_express_is_done_in_pieces() -> None:
     capped = transformers.Gemma2Config(**sizes(head_dim=16, sliding_window=16, attn_logit_softcapping=5.0))
-    with pytest.raises(CheckpointError, match=r"bounds its scores \(softcap 5\).* --flavor ort"):
-        trace(capped, max_length=64, dtype="float16", flavor=TRT)
+    model = trace(capped, max_length=64, dtype="float16", flavor=TRT).model
+    TRT.finish(model)
+    assert model.metadata_props[IN_PIECES] == "2"
+    graph = model.graph
+    found = collections.Counter(node.op_type for node in graph)
+    assert (found["Attention"], found["Softmax"], found["Tanh"]) == (0, 2, 3)  # the last bounds the logits
+    softmax = [node for node in graph if node.op_type == "Softmax"]
+    assert {node.outputs[0].dtype for node in softmax} == {ir.DataType.FLOAT}
+
+
+def test_what_tensorrt_cannot_express_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has 72 columns in blocks of 128, but TensorRT reads 4 bits in blocks"):
         TRT.weights.quantize("x", torch.ones(4, 72), bits=4, block_size=128, symmetric=True)
     checkpoint = tiny_checkpoint(tmp_path / "zeros", transformers.LlamaConfig(**sizes()))

@@ -21,7 +21,8 @@ from paceline_tools.cli import COMMANDS
 
 from .conftest import ROOT, environment
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "models/serving.md", "models/engines.md", "Makefile")
+PAGES = ("README.md", "benchmark.md", "serving.md", "engines.md", "architectures.md", "inputs.md", "pairs.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"models/{page}" for page in PAGES), "Makefile")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 

@@ -81,7 +81,7 @@ class LayerwiseModel:
     def __init__(self, config: PreTrainedConfig, reader: WeightReader) -> None:
         with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
+                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             ).eval()
         self.reader = reader
         self.prefix, self.modules = _decoder_layers(self.model, config.num_hidden_layers)
@@ -188,8 +188,10 @@ def _decoder_layers(model: torch.nn.Module, count: int) -> tuple[str, torch.nn.M
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and name.endswith("layers")
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
     ]
+    if len(found) > 1:  # lists of other things, as many by chance
+        found = [(name, module) for name, module in found if name.endswith("layers")]
     if len(found) != 1:
         raise NotLayerwiseError(
             f"{type(model).__name__} has {len(found)} lists of {count} layers where one is expected; it cannot be run "

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from paceline.bundle import EngineProfile
 from paceline.errors import BuildError, InvalidInputError
+from paceline_export.flavors.trt import IN_PIECES
 from paceline_export.passes.static_length import POSITIONS, set_static_length
 
 from .backends import Backend
@@ -51,7 +52,7 @@ class Plan:
         backend_version: that built it.
         seconds: for parsing and building.
         weight_bytes: device memory for weights; None where the build did not say.
-        attention: number of layers that attend.
+        attention: number of layers that attend by an operator of their own.
         profiles: in the order in which they were given.
         findings: what a strict build would not have let pass.
     """
@@ -104,7 +105,8 @@ def build_plan(
     started = time.perf_counter()
     model = _graph(graph, max_length)
     inputs = {str(value.name): _shape(value) for value in model.graph.inputs}
-    attention = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)  # layers
+    layers = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in inputs)
+    attention = layers - int(model.metadata_props.get(IN_PIECES, "0"))
     what = f"{graph} for compute capability {', '.join(sms)}"
 
     with interruption.kept():

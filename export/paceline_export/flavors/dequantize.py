@@ -26,11 +26,16 @@ BLOCKS = (128, 64, 32)
 class Dequantize:
     """Signed levels and scales; see `WeightNodes`."""
 
+    def check(self, name: str, columns: int, *, bits: int, block_size: int) -> None:
+        """Blocks of 4 bits must divide the columns; rows of 8 bits may have any number."""
+        if bits == 4:
+            _block(name, columns, block_size)
+
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection: 4 bits in blocks, 8 bits by rows."""
+        self.check(name, weight.shape[1], bits=bits, block_size=block_size)
         if bits == 8:
             return quantize_rows(weight)
-        _block(name, weight.shape[1], block_size)
         return quantize(weight, bits=bits, block_size=block_size, symmetric=symmetric)
 
     def quantize_table(self, weight: torch.Tensor, *, bits: int) -> Blockwise | None:

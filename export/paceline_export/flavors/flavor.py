@@ -39,6 +39,9 @@ class WeightNodes(Protocol):
     The nodes of a chain are in order; the last one's only output is the result.
     """
 
+    def check(self, name: str, columns: int, *, bits: int, block_size: int) -> None:
+        """Raises a CheckpointError where no projection of so many columns can be quantised."""
+
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection `[rows, columns]`; raises a CheckpointError where its shape does not allow it."""
 
@@ -70,12 +73,12 @@ class Flavor:
         precisions: what can be stored, by its name; the first is what is meant without one.
         default_max_length: positions of a graph whose export does not say how many, at most.
         static_length: whether caches have their number of positions in the graph.
-        attention_op: the operator that attends, once in each layer.
         state: makes the state of a trace; takes the fields of `GraphState` and one argument for each of `inputs`.
         inputs: the inputs besides ids and caches, for a batch and a number of rows to trace with.
         constants: tables of its own for a number of positions.
         fuse_norms: makes norms one operator each, while the graph is traced.
         finish: the passes over a traced graph before it gets its weights.
+        finish_stored: the passes over a graph that has them.
         weights: how weights are quantised and read.
         after_saving: what is done to a graph's file.
     """
@@ -85,12 +88,12 @@ class Flavor:
     precisions: Mapping[str, WeightFormat]
     default_max_length: int
     static_length: bool
-    attention_op: str
     state: Callable[..., GraphState]
     inputs: Callable[[int, int], tuple[GraphInput, ...]]
     constants: Callable[[int], dict[str, torch.Tensor]]
     fuse_norms: Callable[[ir.Model], Any]
     finish: Callable[[ir.Model], Any]
+    finish_stored: Callable[[ir.Model], Any]
     weights: WeightNodes
     after_saving: Callable[[Path], Any]
 

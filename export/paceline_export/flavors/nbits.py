@@ -25,6 +25,9 @@ class NBits:
     def __init__(self, *, accuracy_level: int = 4) -> None:
         self.accuracy_level = accuracy_level
 
+    def check(self, name: str, columns: int, *, bits: int, block_size: int) -> None:
+        """Any number of columns will do: the last block is padded."""
+
     def quantize(self, name: str, weight: torch.Tensor, *, bits: int, block_size: int, symmetric: bool) -> Blockwise:
         """Quantise a projection; the last block is padded."""
         return quantize(weight, bits=bits, block_size=block_size, symmetric=symmetric)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from paceline_export.attention import GraphState, LayerAttention
+from paceline_export.passes.experts import skip_experts
 from paceline_export.passes.norms import fuse_residual_norms, fuse_simplified_norms
 from paceline_export.passes.reshapes import drop_reshape_pairs
 from paceline_export.passes.tied import alias_tied_table
@@ -75,7 +76,8 @@ class _OrtState(GraphState):
                 layer.past_value,
                 self.seqlens_k,
                 self.total_sequence_length,
-                *(layer.tables or ()),
+                *(layer.tables or ((None, None) if layer.sinks is not None else ())),
+                *((None, None, layer.sinks) if layer.sinks is not None else ()),
             ),
             attributes,
             dtypes=(layer.query.dtype, layer.past_key.dtype, layer.past_value.dtype),
@@ -104,12 +106,12 @@ ORT = Flavor(
     precisions=PRECISIONS,
     default_max_length=32768,
     static_length=False,
-    attention_op="GroupQueryAttention",
     state=_OrtState,
     inputs=_inputs,
     constants=lambda max_length: {},
     fuse_norms=fuse_simplified_norms,
     finish=_finish,
+    finish_stored=skip_experts,
     weights=NBits(),
     after_saving=alias_tied_table,
 )

@@ -19,6 +19,9 @@ layers share has been seen to break a build of TensorRT-RTX with several profile
 `nonpad_kv_seqlen` do not mean there what they say. Attention reads all MAX_LENGTH positions in each step, so a graph
 should not be longer than its texts.
 
+Layers that bound their scores (softcap), or that have sinks, attend by products and a softmax instead, since TensorRT's
+attention knows neither: they write all their scores to memory, `heads * rows * MAX_LENGTH` numbers of 4 bytes each.
+
 Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
 out once for each of them, in every layer and step.
 """
@@ -31,7 +34,6 @@ from typing import Any, cast
 
 import torch
 
-from paceline.errors import CheckpointError
 from paceline_export.attention import GraphState, LayerAttention
 from paceline_export.passes.norms import fuse_standard_norms
 from paceline_export.passes.static_length import POSITIONS
@@ -40,8 +42,9 @@ from paceline_export.quantize import WeightFormat
 from .dequantize import Dequantize
 from .flavor import Flavor, GraphInput
 
-__all__ = ["TRT"]
+__all__ = ["IN_PIECES", "TRT"]
 
+IN_PIECES = "paceline.attention_in_pieces"  # of a graph's metadata
 _OPSET = 24
 
 
@@ -65,11 +68,6 @@ class _TrtState(GraphState):
         return _operator("GatherND", (hidden, self.logits_indices[:, :, None]), {"batch_dims": 1}, hidden.dtype, shape)
 
     def attend(self, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if layer.softcap is not None:
-            raise CheckpointError(
-                f"{layer.module} bounds its scores (softcap {layer.softcap:g}), which TensorRT's attention does not; "
-                "export this architecture with --flavor ort."
-            )
         query, key = layer.query, layer.key
         if layer.tables is not None:
             query, key = (self._rotated(x, layer.tables) for x in (query, key))
@@ -77,13 +75,34 @@ class _TrtState(GraphState):
         batch, heads, _, head_size = query.shape
         shared = heads // keys.shape[1]  # heads that follow each other attend to the same keys and values
         stacked = query.reshape(batch, keys.shape[1], -1, head_size)
-        mask = self._mask(layer.window, shared, query.dtype)
-        inputs = (stacked, keys, values, mask)
-        output = _operator("Attention", inputs, {"scale": layer.scale}, query.dtype, stacked.shape)
+        if layer.softcap is None and layer.sinks is None:
+            inputs = (stacked, keys, values, self._mask(layer.window, shared, query.dtype))
+            output = _operator("Attention", inputs, {"scale": layer.scale}, query.dtype, stacked.shape)
+        else:
+            output = self._in_pieces(layer, stacked, keys, values)
         return output.reshape(batch, heads, -1, head_size).transpose(1, 2), keys, values
+
+    def _in_pieces(
+        self, layer: LayerAttention, stacked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """What TensorRT's attention does not know, as products and a softmax in float32 over all MAX_LENGTH scores."""
+        batch, heads, rows, _ = layer.query.shape
+        scores = (stacked * layer.scale) @ keys.transpose(2, 3)
+        scores = scores.reshape(batch, heads, rows, -1).to(torch.float32)
+        if layer.softcap is not None:
+            scores = torch.tanh(scores / layer.softcap) * layer.softcap
+        scores = scores + self._mask(layer.window, 1, layer.query.dtype)
+        if layer.sinks is not None:
+            sinks = layer.sinks.to(torch.float32).reshape(1, -1, 1, 1).expand(batch, heads, rows, 1)
+            shares = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        else:
+            shares = torch.softmax(scores, -1)
+        return shares.to(values.dtype).reshape(*stacked.shape[:3], -1) @ values
 
     def _rotated(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         attributes = {"interleaved": int(self.rotary_interleaved)}
+        if (rotated := 2 * tables[0].shape[1]) < x.shape[-1]:
+            attributes["rotary_embedding_dim"] = rotated
         return _operator("RotaryEmbedding", (x, *tables, self.position_ids), attributes, x.dtype, x.shape)
 
     def _scattered(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -124,6 +143,13 @@ def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:
     )
 
 
+def _finish(model: Any) -> None:
+    """Note how many layers attend in pieces, so that a build does not look for their kernels."""
+    layers = sum(str(value.name).startswith("past_key_values.") for value in model.graph.inputs) // 2
+    if in_pieces := layers - sum(node.op_type == "Attention" for node in model.graph):
+        model.metadata_props[IN_PIECES] = str(in_pieces)
+
+
 def _leave(anything: Any) -> None:
     """Nothing to do."""
 
@@ -141,12 +167,12 @@ TRT = Flavor(
     },
     default_max_length=4096,
     static_length=True,
-    attention_op="Attention",
     state=_TrtState,
     inputs=_inputs,
     constants=lambda max_length: {POSITIONS: torch.arange(max_length)},
     fuse_norms=fuse_standard_norms,
-    finish=_leave,
+    finish=_finish,
+    finish_stored=_leave,
     weights=Dequantize(),
     after_saving=_leave,
 )

@@ -13,10 +13,14 @@ __all__ = ["fuse_residual_norms", "fuse_simplified_norms", "fuse_standard_norms"
 def fuse_simplified_norms(model: ir.Model) -> int:
     """Rewrite RMS normalisations to ONNX Runtime's `SimplifiedLayerNormalization`, in place.
 
+    Inputs are widened as for `fuse_standard_norms`: an addition in front is not fused then, which needs one dtype.
+
     Returns:
         The number fused.
     """
-    return int(_simplified(model))
+    count = int(_simplified(model))
+    _widen_inputs(model, "SimplifiedLayerNormalization")
+    return count
 
 
 def fuse_standard_norms(model: ir.Model) -> int:
@@ -29,13 +33,18 @@ def fuse_standard_norms(model: ir.Model) -> int:
         The number fused.
     """
     count = int(_standard(model))
+    _widen_inputs(model, "RMSNormalization")
+    return count
+
+
+def _widen_inputs(model: ir.Model, op_type: str) -> None:
+    """Cast what such norms read to the dtype of their factors."""
     for node in model.graph:
-        if node.op_type == "RMSNormalization" and node.inputs[0].dtype != (dtype := node.inputs[1].dtype):
+        if node.op_type == op_type and node.inputs[0].dtype != (dtype := node.inputs[1].dtype):
             cast = ir.node("Cast", [node.inputs[0]], {"to": dtype})
             model.graph.insert_before(node, cast)
             cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(dtype), node.inputs[0].shape
             node.replace_input_with(0, cast.outputs[0])
-    return count
 
 
 def fuse_residual_norms(model: ir.Model) -> int:

@@ -6,6 +6,7 @@ so that the float model is never in memory as a whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,13 +28,15 @@ from paceline_export.quantize.rows import quantize_rows_to_float8
 from .initializers import constant, initializer, replace
 from .lm_head import lm_head
 
-__all__ = ["StoredWeights", "check_shape", "check_values", "store_weights"]
+__all__ = ["StoredWeights", "check_projections", "check_shape", "check_values", "store_weights"]
 
 _DTYPES = {
     "float32": (torch.float32, ir.DataType.FLOAT),
     "float16": (torch.float16, ir.DataType.FLOAT16),
     "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
 }
+# What stands between the scores of a router and the choice.
+_OVER_SCORES = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sigmoid", "Softmax")
 _FLOAT16_END = 65520.0  # from here on, float16 rounds to infinity
 
 
@@ -45,10 +48,59 @@ class StoredWeights:
         mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart;
             `NAME[:ROWS]` for so many first rows of one.
         block_size: of most of those with the format's `bits`; None where there are none, or each row has one scale.
+        unquantized: names of weights that are in full precision though the format quantises: routers, tables of
+            positions, and what else is neither a projection nor the table of the vocabulary.
+        rounded: names of projections that are rounded to nearest though others were calibrated: experts, and whatever
+            else is no linear layer of its own. In a float8 format they are integers.
     """
 
     mixed_bits: dict[str, int]
     block_size: int | None
+    unquantized: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of weights that are stored otherwise than the format says."""
+        return tuple(
+            f"{len(names)} {'weight is' if len(names) == 1 else 'weights are'} {how}, such as {names[0]}"
+            for names, how in (
+                (self.unquantized, "left in full precision"),
+                (self.rounded, "rounded to nearest, since calibration reaches linear layers only"),
+            )
+            if names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """A weight that something is multiplied by.
+
+    Attributes:
+        weight: the initializer, as the checkpoint has it.
+        expert: which of several stacked ones; None where it is one.
+        flipped: whether the checkpoint holds it as `[columns, rows]`.
+    """
+
+    weight: ir.Value
+    expert: int | None
+    flipped: bool
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name of it, with the expert's number behind it."""
+        return f"{self.weight.name}" if self.expert is None else f"{self.weight.name}[{self.expert}]"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        first, second = (int(size) for size in self.weight.shape[-2:])
+        return (second, first) if self.flipped else (first, second)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[rows, columns]` from what the checkpoint holds."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        return part.T.contiguous() if self.flipped else part
 
 
 def store_weights(
@@ -99,11 +151,18 @@ def store_weights(
         check_values(name, tensor, torch_dtype)
         return tensor
 
-    def lazy(value: ir.Value, name: str, *, transposed: bool = False) -> ir.LazyTensor:
+    @functools.lru_cache(maxsize=2)  # what stacked experts are projected by, one after another
+    def stacked(name: str) -> torch.Tensor:
+        return read(name)
+
+    def lazy(value: ir.Value, name: str, projection: _Projection | None = None) -> ir.LazyTensor:
         def load() -> ir.TensorProtocol:
-            tensor = read(name)
+            if projection is None:
+                tensor = read(name)
+            else:
+                tensor = projection.of(stacked(name) if projection.expert is not None else read(name)).T
             tensor = tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
-            return ir.tensor((tensor.T if transposed else tensor).contiguous(), name=value.name)
+            return ir.tensor(tensor.contiguous(), name=value.name)
 
         is_float = name not in constants or constants[name].is_floating_point()
         return ir.LazyTensor(load, dtype=dtype if is_float else value.dtype, shape=value.shape, name=value.name)
@@ -112,17 +171,24 @@ def store_weights(
     if head is not None and reader.packed(str(head.name)) is not None:
         head = None  # the checkpoint holds a head of its own
     last = lm_head(model)
+    tables = {embedding, *(str(found.weight.name) for found in (_projection(last),) if found is not None)}
+    unquantized: set[str] = set()
+    rounded: set[str] = set()
     for node in list(model.graph):
-        if (weight := _projection_weight(node)) is not None:
-            name = str(weight.name)
-            if weight_format.bits is None:
-                stored = initializer(model, f"{name}.T", dtype, tuple(reversed(weight.shape)))
+        if (projection := _projection(node)) is not None:
+            weight, whole, name = projection.weight, str(projection.weight.name), projection.name
+            if weight_format.bits is None or _chooses(node):
+                if weight_format.bits is not None:
+                    unquantized.add(whole)
+                rows, columns = projection.shape
+                stored = initializer(model, name if projection.flipped else f"{name}.T", dtype, (columns, rows))
                 if stored.const_value is None:
-                    stored.const_value = lazy(stored, name, transposed=True)
+                    stored.const_value = lazy(stored, whole, projection)
                 node.replace_input_with(1, stored)
             else:
                 x = node.inputs[0]
-                if (packed := reader.packed(name)) is not None:
+                packed = reader.packed(whole) if projection.expert is None and not projection.flipped else None
+                if packed is not None:
                     parts = {name: packed.weight}
                     if (reason := nodes.refusal(packed.weight)) is not None:
                         raise CheckpointError(
@@ -141,6 +207,8 @@ def store_weights(
                     if calibrated is not None and name in calibrated:
                         parts = {name: calibrated[name]}
                     else:
+                        if (calibrated or ranges) and node is not last and bits == weight_format.bits:
+                            rounded.add(whole)
                         wide_rows = weight_format.head_rows if node is last and weight is not head else 0
                         parts = {
                             # A table is read without zero points, and 8 bits need none.
@@ -151,10 +219,16 @@ def store_weights(
                                 block_size=block_size,
                                 symmetric=weight is head or its_bits == 8 or weight_format.symmetric,
                             )
-                            for rows, values, its_bits in _by_rows(name, read(name), bits, wide_rows)
+                            for rows, values, its_bits in _by_rows(
+                                f"{name}.T" if projection.flipped else name,
+                                projection.of(stacked(whole) if projection.expert is not None else read(whole)),
+                                bits,
+                                wide_rows,
+                            )
                         }
                     if weight is not head:
-                        mixed |= {rows: part.bits for rows, part in parts.items() if part.bits != weight_format.bits}
+                        other = {rows: part for rows, part in parts.items() if part.bits != weight_format.bits}
+                        mixed |= {rows.removesuffix(".T"): part.bits for rows, part in other.items()}
                 quantised = next(iter(parts.values()))
                 if quantised.bits == weight_format.bits:
                     sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
@@ -162,11 +236,13 @@ def store_weights(
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")
                     replace(model, gather, nodes.tied_lookup(model, gather.inputs[1], name, quantised, dtype))
                 replace(model, node, _product(model, nodes, x, parts, dtype))
-        elif node.op_type == "Gather" and node.inputs[0].is_initializer() and node.inputs[0] is not head:
+        elif node.op_type == "Gather" and node.inputs[0].name in tables and node.inputs[0] is not head:
             name = embedding  # a table tied to the LM head is traced under either name
             few_bits = weight_format.embedding_bits
             table = None if few_bits is None else nodes.quantize_table(read(name), bits=few_bits)
             if table is None:
+                if few_bits is not None:
+                    unquantized.add(name)
                 stored = initializer(model, name, dtype, tuple(node.inputs[0].shape))
                 stored.const_value = lazy(stored, name)
                 node.replace_input_with(0, stored)
@@ -180,7 +256,32 @@ def store_weights(
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
             value.const_value = lazy(value, name)
-    return StoredWeights(mixed, sizes.most_common(1)[0][0] if sizes else None)
+            if weight_format.bits is not None and name not in constants and len(value.shape) > 1:
+                unquantized.add(name)
+    block = sizes.most_common(1)[0][0] if sizes else None
+    return StoredWeights(mixed, block, tuple(sorted(unquantized)), tuple(sorted(rounded)))
+
+
+def check_projections(
+    model: ir.Model,
+    weight_format: WeightFormat,
+    block_size: int,
+    *,
+    nodes: WeightNodes,
+    attention: frozenset[str],
+) -> None:
+    """Check that every projection of a traced graph can be quantised, before its weights are read.
+
+    Raises:
+        CheckpointError: the flavour cannot quantise one of this shape.
+    """
+    head = _tied_head(model) if weight_format.bits is not None else None
+    for node in model.graph:
+        if weight_format.bits is None or (projection := _projection(node)) is None or _chooses(node):
+            continue
+        bits = weight_format.projection_bits(attention=projection.name in attention)
+        bits = weight_format.tied_bits if projection.weight is head else bits
+        nodes.check(projection.name, projection.shape[1], bits=bits or 8, block_size=block_size)
 
 
 def _by_rows(name: str, weight: torch.Tensor, bits: int, wide_rows: int) -> Iterator[tuple[str, torch.Tensor, int]]:
@@ -249,15 +350,35 @@ def check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _projection_weight(node: ir.Node) -> ir.Value | None:
-    """The initializer `[rows, columns]` of `MatMul(x, Transpose(initializer))`, or None for other nodes."""
-    if node.op_type != "MatMul":
+def _projection(node: ir.Node | None) -> _Projection | None:
+    """The weight of `MatMul(x, weight)`, transposed or not, one of several stacked ones or not; None for others."""
+    if node is None or node.op_type != "MatMul":
         return None
-    transpose = node.inputs[1].producer()
-    if transpose is None or transpose.op_type != "Transpose" or not transpose.inputs[0].is_initializer():
+    weight, flipped, expert = node.inputs[1], True, None
+    if (producer := weight.producer()) is not None and producer.op_type == "Transpose":
+        weight, flipped = producer.inputs[0], False
+    if (producer := weight.producer()) is not None and producer.op_type == "Gather":
+        index = ir.convenience.get_const_tensor(producer.inputs[1])
+        axis = producer.attributes["axis"].as_int() if "axis" in producer.attributes else 0
+        if index is None or index.numpy().ndim or axis:
+            return None
+        weight, expert = producer.inputs[0], int(index.numpy())
+    if not weight.is_initializer() or len(weight.shape) != (2 if expert is None else 3):
         return None
-    weight: ir.Value = transpose.inputs[0]
-    return weight
+    return _Projection(weight, expert, flipped)
+
+
+def _chooses(node: ir.Node) -> bool:
+    """Whether a product makes scores of which some are chosen: few bits would choose otherwise."""
+    seen, reached = set(), [node]
+    while reached:
+        for user, _ in reached.pop().outputs[0].uses():
+            if user.op_type == "TopK":
+                return True
+            if user.op_type in _OVER_SCORES and user not in seen:
+                seen.add(user)
+                reached.append(user)
+    return False
 
 
 def _gathered(model: ir.Model, node: ir.Node, name: str, order: NDArray[np.int64]) -> ir.Value:
@@ -278,4 +399,5 @@ def _gathered(model: ir.Model, node: ir.Node, name: str, order: NDArray[np.int64
 def _tied_head(model: ir.Model) -> ir.Value | None:
     """The initializer that is the LM head and the table that ids are looked up in, or None."""
     tables = {node.inputs[0] for node in model.graph if node.op_type == "Gather"}
-    return next((weight for node in model.graph if (weight := _projection_weight(node)) in tables), None)
+    found = (projection for node in model.graph if (projection := _projection(node)) is not None)
+    return next((each.weight for each in found if each.expert is None and each.weight in tables), None)
