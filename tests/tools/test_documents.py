@@ -18,7 +18,7 @@ from paceline_tools.cli import COMMANDS
 
 from .conftest import ROOT, environment
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "Makefile")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "models/README.md", "models/benchmark.md", "models/pairs.md", "Makefile")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
