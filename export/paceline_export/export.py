@@ -329,7 +329,10 @@ def _check_ready(target: Bundle, draft: Source | None, flavor: str, calibration:
 
 
 def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
-    """Link, or else copy, what belongs to a bundle's target into another folder: its files, by their names."""
+    """Copy what belongs to a bundle's target into another folder; its files, by their names.
+
+    Links would save the room, but onnx-ir reads no weights from a file with several names.
+    """
     of_draft = {engine.path for engine in bundle.manifest.engines if engine.model == "draft"}
     files = {
         name: entry
@@ -337,12 +340,9 @@ def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
         if not name.startswith(("draft/", "sampler/")) and name not in of_draft
     }
     for name in files:
-        source, path = os.path.realpath(bundle.root / name), folder / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, path)
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(source, path)
+        shutil.copyfile(bundle.root / name, path)
     return files
 
 

@@ -31,7 +31,7 @@ def byte_level(
     regex: bool = True,
 ) -> Tokenizer:
     """As GPT-2's: bytes and merges of them."""
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     vocabulary = {piece: at for at, piece in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -151,18 +153,17 @@ def command(
     with ExitStack() as stack:
         on_progress = stack.enter_context(stages())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-recommend-")))
-        exported = list(_exported(bundles[0], drafts, draft_precision, cache_dir, work, on_progress))
-        candidates = [bundle for bundle in bundles if bundle.manifest.draft is not None] + exported
+        ready = [bundle for bundle in bundles if bundle.manifest.draft is not None]
+        further = _exported(bundles[0], drafts, draft_precision, cache_dir, work, on_progress)
         findings = []
-        for index, bundle in enumerate(candidates, 1):
+        for index, bundle in enumerate(chain(ready, further)):
             name = _name(bundle.manifest)
 
             def report(stage: str, done: float, name: str = name, index: int = index) -> None:
-                on_progress(f"measure {name}", (index - 1 + done) / len(candidates))
+                on_progress(f"measure {name}", (index + done) / (len(ready) + len(drafts)))
 
             found = _measured(bundle, texts, raw, plan, provider, threads, report)
-            kept = None if bundle in exported else str(bundle.root)
-            findings.append(judge(name, kept, found, draft_tokens))
+            findings.append(judge(name, str(bundle.root) if index < len(ready) else None, found, draft_tokens))
     findings.sort(key=lambda one: -one.predicted)
     settings = {
         "bundles": [str(folder) for folder in folders],
@@ -247,7 +248,7 @@ def _exported(
     work: Path,
     on_progress: Callable[[str, float], None],
 ) -> Iterator[Bundle]:
-    """Bundles with the target of another one and further drafts."""
+    """Bundles with the target of another one and further drafts; each is removed when the next is asked for."""
     if not drafts:
         return
 
@@ -279,6 +280,7 @@ def _exported(
             quality=False,
         )
         yield Bundle.open(work / str(index))
+        shutil.rmtree(work / str(index))  # it holds a copy of the target
 
 
 def _measured(
