@@ -100,7 +100,7 @@ class TranslatedCache(KVCache):
         inner, tokens, fed = saved.state
         self.extend(tokens[:length])
         _, ids = self.text.take()
-        shared = _num_shared(ids, fed)
+        shared = min(_num_shared(ids, fed), self.inner.max_length)
         if shared:
             self.inner.restore(inner, shared)
         self._fed = ids[:shared]
