@@ -203,6 +203,7 @@ def test_first_layers_are_fewer_than_all(target: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*bundle*"))
 
 
+@pytest.mark.slow
 def test_windows_of_the_first_layers_are_cut_with_them(tmp_path: Path) -> None:
     config = transformers.Gemma3TextConfig(
         **sizes(num_hidden_layers=4, head_dim=16, sliding_window=8),

@@ -148,7 +148,7 @@ def test_what_cannot_be_compared_is_refused(invoke: Invoke, folder: Path, tiny_b
         assert re.search(message, " ".join(result.stderr.split()))
 
 
-@pytest.mark.parametrize("method", ["intersection", "text"])
+@pytest.mark.parametrize("method", ["intersection", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_commands_take_such_a_bundle(invoke: Invoke, folder: Path, method: str) -> None:
     bundle = folder / method
     shown = invoke("info", bundle)

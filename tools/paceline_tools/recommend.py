@@ -102,8 +102,22 @@ class Finding:
 )
 @click.option("--temperature", type=NumberRange(0, 100), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Of sampled texts.")
-@click.option("--max-new-tokens", metavar="N", type=click.IntRange(min=2), default=64, show_default=True)
-@click.option("--repeats", metavar="N", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--max-new-tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=64,
+    show_default=True,
+    help="Most tokens of each text.",
+)
+@click.option(
+    "--repeats",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Texts of each prompt, plain and drafted each.",
+)
 @provider_option
 @threads_option
 @click.option("--cache-dir", type=CACHE_DIR, help="Where packages of further drafts are assembled.")
