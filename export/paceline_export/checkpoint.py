@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -12,11 +14,19 @@ from typing import Any, Protocol
 
 import gguf
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
+from paceline.bundle import Bundle
 from paceline.errors import CheckpointError
 
 from .conversion import Conversions
@@ -307,6 +317,54 @@ class Checkpoint:
             # transformers takes these, too; a GGUF keeps one end token of several, so there they say too little.
             stated = None if source.gguf_file else _end_tokens(source.folder / "config.json", generation)
         return cls(source, config, tokenizer, generation, stated, packing)
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, draft: Checkpoint | None = None) -> Checkpoint:
+        """What a bundle knows of its target's checkpoint: configuration and tokenizer, but no weights to read.
+
+        Where several ids end a text, the tokenizer's own is that of `draft` if it is among them.
+        """
+        entry, tokenizer = bundle.manifest.target, bundle.manifest.tokenizer
+        ends = list(tokenizer.eos_token_ids)
+        if draft is not None and (own := draft.tokenizer.eos_token_id) in ends:
+            ends = [own]
+        ends = [end for end in ends if end != tokenizer.pad_token_id] or ends
+        backend = tokenizers.Tokenizer.from_file(str(bundle.path("tokenizer.json")))
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else backend.id_to_token(token_id)
+
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token=text(tokenizer.bos_token_id),
+            eos_token=text(ends[0] if ends else None),
+            pad_token=text(tokenizer.pad_token_id),
+        )
+        config = AutoConfig.from_pretrained(bundle.path(f"{Path(entry.path).parent.as_posix()}/config.json"))
+        source = Source(entry.source.name, entry.source.kind, bundle.root, None, (bundle.path(entry.path),))
+        return cls(source, config, wrapped, {}, frozenset(tokenizer.eos_token_ids))
+
+    def first_layers(self, count: int) -> Checkpoint:
+        """A shallower model of the same weights: the first `count` layers, then the model's own norm and head.
+
+        Raises:
+            CheckpointError: the model has not more layers than that.
+        """
+        whole = getattr(self.config, "num_hidden_layers", None)
+        if not isinstance(whole, int) or not 1 <= count < whole:
+            raise CheckpointError(
+                f"{self.source.name} has {whole} layers, so a draft of its first {count} is not possible; choose from "
+                f"1 to {(whole or 1) - 1}."
+            )
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = count
+        for name, value in config.to_dict().items():  # lists with an entry for each layer, such as layer_types
+            if isinstance(value, list) and len(value) == whole:
+                setattr(config, name, getattr(config, name)[:count])
+        if isinstance(window := getattr(config, "max_window_layers", None), int):
+            config.max_window_layers = min(window, count)
+        source = dataclasses.replace(self.source, name=f"{self.source.name}, first {count} of {whole} layers")
+        return dataclasses.replace(self, source=source, config=config)
 
     def weights(self, model: torch.nn.Module) -> WeightReader:
         """A reader for the parameters of `model`, which needs no storage of its own."""

@@ -24,6 +24,7 @@ import paceline
 from paceline.bundle import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    Bundle,
     FileEntry,
     LogitIdsEntry,
     Manifest,
@@ -45,7 +46,8 @@ from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
 from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
-from .pair import check_pair, check_widths, token_texts
+from .other_tokenizer import DEFAULT_METHOD, METHODS, OtherTokenizer
+from .pair import check_widths, token_texts, tokenizer_difference
 from .passes.lm_head import cut_lm_head
 from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
@@ -95,7 +97,7 @@ class ExportReport:
 
 
 def export_bundle(
-    target: Source,
+    target: Source | Bundle,
     draft: Source | None,
     out: Path,
     *,
@@ -103,6 +105,8 @@ def export_bundle(
     precision: str = "int4",
     draft_precision: str | None = None,
     draft_vocab: int | None = None,
+    draft_method: str | None = None,
+    draft_layers: int | None = None,
     max_length: int | None = None,
     block_size: int = 128,
     calibration: str | None = None,
@@ -114,14 +118,18 @@ def export_bundle(
     """Write a bundle. It appears under its name when it is complete, or not at all.
 
     Args:
-        target: the model whose text is wanted.
-        draft: a smaller model with the same tokenizer, or None.
+        target: the model whose text is wanted; or a bundle, whose target is taken as it is stored there.
+        draft: a smaller model, or None.
         out: folder of the bundle; it must not exist unless `overwrite`.
         flavor: of the graphs, a key of `paceline_export.flavors.FLAVORS`.
-        precision: of the target, one of the flavour's.
+        precision: of the target, one of the flavour's; of the draft where the target is a bundle.
         draft_precision: of the draft; None means the target's.
         draft_vocab: ids that the draft keeps its logits for, the most useful ones. None and 0 keep all, and so does a
             number that is not below that of the vocabulary.
+        draft_method: how a draft with another tokenizer proposes, one of `other_tokenizer.METHODS`; None takes what
+            that module says is best.
+        draft_layers: cut the draft down to so many of its first layers, its norm and its head; without a draft, the
+            target itself.
         max_length: largest number of positions; None means the model's own, at most the flavour's
             `default_max_length`.
         block_size: values that share a scale in quantised projections.
@@ -136,10 +144,13 @@ def export_bundle(
     Raises:
         InvalidInputError: an argument of a wrong type or out of its range, or `out` exists or cannot be made.
         CheckpointError: a model that cannot be exported, with the reason.
-        IncompatiblePairError: the draft's tokenizer is not the target's.
+        IncompatiblePairError: the draft's tokenizer shares no token with the target's.
         PacelineError: the disk is full.
     """
     started = time.perf_counter()
+    ready = target if isinstance(target, Bundle) else None
+    if ready is not None:
+        _check_ready(ready, draft, flavor, calibration)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -147,6 +158,8 @@ def export_bundle(
         precision=precision,
         draft_precision=draft_precision,
         draft_vocab=draft_vocab,
+        draft_method=draft_method,
+        draft_layers=draft_layers,
         max_length=max_length,
         block_size=block_size,
         calibration=calibration,
@@ -161,13 +174,25 @@ def export_bundle(
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
-    checkpoints = {"target": Checkpoint.open(target)}
-    if draft is not None:
-        checkpoints["draft"] = Checkpoint.open(draft)
-        check_pair(checkpoints["target"], checkpoints["draft"])
-    else:
-        check_widths(checkpoints["target"])
-    for which, checkpoint in checkpoints.items():
+    smaller = Checkpoint.open(draft) if draft is not None else None
+    checkpoints = {
+        "target": Checkpoint.of_bundle(target, smaller) if isinstance(target, Bundle) else Checkpoint.open(target)
+    }
+    check_widths(checkpoints["target"])
+    if draft_layers is not None:
+        smaller = (smaller or checkpoints["target"]).first_layers(draft_layers)
+    difference: str | None = None
+    if smaller is not None:
+        checkpoints["draft"] = smaller
+        difference = tokenizer_difference(checkpoints["target"], smaller)
+    if draft_method is not None and difference is None:
+        raise InvalidInputError(
+            f"draft_method={draft_method!r} is for a draft with another tokenizer than the target's, and this one has "
+            "the same; leave it out."
+        )
+    # What is exported; a target that is ready is taken over.
+    exported = {which: checkpoint for which, checkpoint in checkpoints.items() if which == "draft" or ready is None}
+    for which, checkpoint in exported.items():
         if checkpoint.packing is not None:
             stored = made_for.weight_format(precisions[which])
             checkpoint.packing.check_precision(checkpoint.source.name, precisions[which], stored)
@@ -176,19 +201,28 @@ def export_bundle(
                     f"{checkpoint.source.name} is quantised already, and its numbers are kept: there is nothing to "
                     "calibrate; leave the calibration out."
                 )
-    end_tokens = _end_tokens(checkpoints["target"], token_texts(checkpoints["target"].tokenizer))
-    logit_ids = _logit_ids(checkpoints["target"], end_tokens, draft_vocab) if draft is not None else None
-    lengths = {which: _max_length(checkpoint, max_length, which, made_for) for which, checkpoint in checkpoints.items()}
-
-    formats = {
-        which: _stored_format(checkpoint, which, made_for, precisions[which])
-        for which, checkpoint in checkpoints.items()
+    tokenizers = {which: _tokenizer_entry(checkpoint) for which, checkpoint in checkpoints.items()}
+    other = None
+    if difference is not None:
+        both = tokenizers["target"], tokenizers["draft"]
+        other = OtherTokenizer.between(
+            checkpoints["target"], checkpoints["draft"], both, draft_method or DEFAULT_METHOD
+        )
+    logit_ids = None
+    if "draft" in checkpoints:
+        logit_ids = _logit_ids(checkpoints["draft"], tokenizers["draft"].eos_token_ids, draft_vocab, other)
+    lengths = {
+        which: _max_length(checkpoint, max_length, which, made_for, other) for which, checkpoint in exported.items()
     }
 
-    checked = {which: _check_weights(checkpoint, lengths[which]) for which, checkpoint in checkpoints.items()}
+    formats = {
+        which: _stored_format(checkpoint, which, made_for, precisions[which]) for which, checkpoint in exported.items()
+    }
+
+    checked = {which: _check_weights(checkpoint, lengths[which]) for which, checkpoint in exported.items()}
     weights = {which: count for which, (_, count) in checked.items()}
     traces: dict[str, Trace] = {}
-    for which, checkpoint in checkpoints.items():  # before what takes long: it tells what cannot be expressed
+    for which, checkpoint in exported.items():  # before what takes long: it tells what cannot be expressed
         report(f"{which}: trace", 0.02 + 0.02 * len(traces))
         made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
         made_for.finish(made.model)
@@ -200,7 +234,10 @@ def export_bundle(
     notes: dict[str, tuple[str, ...]] = {}
     layers_seconds: dict[str, float] = {}
     with _partial_folder(out, overwrite) as folder:
-        for which, checkpoint in checkpoints.items():
+        files: dict[str, FileEntry] = {}
+        if ready is not None:
+            files, entries["target"] = _take_over(ready, folder), ready.manifest.target
+        for which, checkpoint in exported.items():
             share = 0.91 * weights[which] / whole
 
             def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
@@ -235,12 +272,20 @@ def export_bundle(
             notes[which] = (*_length_notes(checkpoint, lengths[which], max_length), *found, *left)
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
-        tokenizer = _write_tokenizer(checkpoints["target"], end_tokens, folder)
+        tokenizer = tokenizers["target"]
+        if ready is None:
+            _write_tokenizer(checkpoints["target"], folder)
         kept = None if logit_ids is None else logit_ids.tolist()
-        draft_width = entries["draft"].vocab_size if draft is not None else None
+        # The sampler's graphs know one vocabulary.
+        draft_width = entries["draft"].vocab_size if "draft" in entries and other is None else None
+        draft_tokenizer = other.write(folder) if other is not None else None
+        if other is not None:
+            notes["draft"] += (other.note,)
         sampler = write_sampler(folder, tokenizer.vocab_size, entries["target"].vocab_size, draft_width, kept)
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        files = {name: FileEntry((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
+        for name in names:
+            if name not in files:
+                files[name] = FileEntry((folder / name).stat().st_size, file_sha256(folder / name))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             paceline_version=paceline.__version__,
@@ -249,6 +294,8 @@ def export_bundle(
             tokenizer=tokenizer,
             files=files,
             sampler=sampler,
+            draft_tokenizer=draft_tokenizer,
+            engines=tuple(one for one in ready.manifest.engines if one.model == "target") if ready else (),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     report("done", 1.0)
@@ -269,9 +316,45 @@ def export_bundle(
                 notes[which],
                 layers_seconds[which],
             )
-            for which, checkpoint in checkpoints.items()
+            for which, checkpoint in exported.items()
         ),
     )
+
+
+def _check_ready(target: Bundle, draft: Source | None, flavor: str, calibration: str | None) -> None:
+    """Refuse what cannot be honoured where the target has been exported already."""
+    if draft is None:
+        raise InvalidInputError(
+            f"{target.root} is a bundle, so its target is exported already: name a draft for it. One that is cut from "
+            "the target needs the target's checkpoint."
+        )
+    if target.manifest.target.flavor != flavor:
+        raise InvalidInputError(
+            f"{target.root}: its target has the flavour {target.manifest.target.flavor!r}, and {flavor!r} is asked for."
+        )
+    if calibration is not None:
+        raise InvalidInputError(
+            f"calibration={calibration!r} is for a target that is exported, and {target.root} is a bundle already; "
+            "leave it out."
+        )
+
+
+def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
+    """Copy what belongs to a bundle's target into another folder; its files, by their names.
+
+    Links would save the room, but onnx-ir reads no weights from a file with several names.
+    """
+    of_draft = {engine.path for engine in bundle.manifest.engines if engine.model == "draft"}
+    files = {
+        name: entry
+        for name, entry in bundle.manifest.files.items()
+        if not name.startswith(("draft/", "sampler/")) and name not in of_draft
+    }
+    for name in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(bundle.root / name, path)
+    return files
 
 
 def check_arguments(
@@ -282,6 +365,8 @@ def check_arguments(
     precision: str,
     draft_precision: str | None,
     draft_vocab: int | None,
+    draft_method: str | None = None,
+    draft_layers: int | None = None,
     max_length: int | None,
     block_size: int,
     calibration: str | None = None,
@@ -302,6 +387,8 @@ def check_arguments(
         ("precision", precision, (str,)),
         ("draft_precision", draft_precision, (str, type(None))),
         ("draft_vocab", draft_vocab, (int, type(None))),
+        ("draft_method", draft_method, (str, type(None))),
+        ("draft_layers", draft_layers, (int, type(None))),
         ("max_length", max_length, (int, type(None))),
         ("block_size", block_size, (int,)),
         ("calibration", calibration, (str, type(None))),
@@ -312,6 +399,15 @@ def check_arguments(
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise InvalidInputError(f"{name} must be of type {expected}, got {value!r:.80}.")
+    if draft_layers is not None:
+        if draft_layers < 1:
+            raise InvalidInputError(f"draft_layers must be at least 1, got {draft_layers}.")
+        has_draft = True
+    if draft_method is not None:
+        if draft_method not in METHODS:
+            raise InvalidInputError(f"Unknown draft_method {draft_method!r}: expected one of {', '.join(METHODS)}.")
+        if not has_draft:
+            raise InvalidInputError(f"draft_method={draft_method!r} is for a draft model, and there is none.")
     made_for = find_flavor(flavor)
     made_for.weight_format(precision)
     if draft_precision is not None:
@@ -379,8 +475,15 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
         ) from error
 
 
-def _max_length(checkpoint: Checkpoint, wanted: int | None, which: str, flavor: Flavor) -> int:
-    """Positions of one model. A draft may have fewer than were asked for: then drafting stops there."""
+def _max_length(
+    checkpoint: Checkpoint, wanted: int | None, which: str, flavor: Flavor, other: OtherTokenizer | None
+) -> int:
+    """Positions of one model. A draft may have fewer than were asked for: then drafting stops there.
+
+    One with a tokenizer of its own needs more, where its tokens are shorter.
+    """
+    if which == "draft" and other is not None and wanted is not None:
+        wanted *= 2
     own = getattr(checkpoint.config, "max_position_embeddings", None) or flavor.default_max_length
     fixed = fixed_positions(checkpoint.config) or own
     if wanted is None:
@@ -401,11 +504,17 @@ def _length_notes(checkpoint: Checkpoint, length: int, wanted: int | None) -> li
     ]
 
 
-def _logit_ids(checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int | None) -> NDArray[np.int32] | None:
-    """The ids that the draft keeps its logits for; None for all."""
-    if not wanted or wanted >= len(token_texts(checkpoint.tokenizer)):
-        return None
-    return useful_ids(checkpoint.tokenizer, end_tokens, wanted)
+def _logit_ids(
+    checkpoint: Checkpoint, end_tokens: tuple[int, ...], wanted: int | None, other: OtherTokenizer | None
+) -> NDArray[np.int32] | None:
+    """The draft's ids that it keeps its logits for; None for all. Of ids that it cannot propose it needs none."""
+    ids: NDArray[np.int32] | None = None
+    if wanted and wanted < len(token_texts(checkpoint.tokenizer)):
+        ids = useful_ids(checkpoint.tokenizer, end_tokens, wanted)
+    if other is not None and other.method == "intersection":
+        shared = other.shared_ids[0]
+        ids = shared if ids is None or not len(both := np.intersect1d(ids, shared)) else both
+    return ids
 
 
 def _check_weights(checkpoint: Checkpoint, max_length: int) -> tuple[WeightReader, int]:
@@ -597,8 +706,8 @@ def _specs(traced: Trace, values: Any) -> tuple[TensorSpec, ...]:
     )
 
 
-def _write_tokenizer(checkpoint: Checkpoint, end_tokens: tuple[int, ...], folder: Path) -> TokenizerEntry:
-    """Write tokenizer, chat template and generation settings, and describe the tokenizer."""
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write tokenizer, chat template and generation settings."""
     tokenizer = checkpoint.tokenizer
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     if template := tokenizer.chat_template:
@@ -607,10 +716,19 @@ def _write_tokenizer(checkpoint: Checkpoint, end_tokens: tuple[int, ...], folder
             (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     settings = json.dumps(dict(checkpoint.generation_config), indent=1)
     (folder / "generation_config.json").write_text(settings + "\n", encoding="utf-8")
+
+
+def _tokenizer_entry(checkpoint: Checkpoint) -> TokenizerEntry:
+    """What the manifest says of a tokenizer.
+
+    Raises:
+        CheckpointError: the settings name an end token that the tokenizer does not have.
+    """
+    tokenizer, texts = checkpoint.tokenizer, token_texts(checkpoint.tokenizer)
     return TokenizerEntry(
-        vocab_size=len(token_texts(tokenizer)),
+        vocab_size=len(texts),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_ids=end_tokens,
+        eos_token_ids=_end_tokens(checkpoint, texts),
         pad_token_id=tokenizer.pad_token_id,
     )
 

@@ -1,14 +1,14 @@
-"""Can this draft model serve this target? Checked before any heavy work."""
+"""Do a target and a draft have one tokenizer? Checked before any heavy work."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from paceline.errors import CheckpointError, IncompatiblePairError
+from paceline.errors import CheckpointError
 
 from .checkpoint import Checkpoint
 
-__all__ = ["check_pair", "check_widths", "token_texts"]
+__all__ = ["check_widths", "token_texts", "tokenizer_difference"]
 
 
 def token_texts(tokenizer: Any) -> list[str | None]:
@@ -38,11 +38,15 @@ def check_widths(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_pair(target: Checkpoint, draft: Checkpoint) -> None:
-    """Check that both models give every id the same meaning. Logits may be padded to different widths.
+def tokenizer_difference(target: Checkpoint, draft: Checkpoint) -> str | None:
+    """What tells the tokenizers of two models apart; None where every id means the same to both.
+
+    Logits may be padded to different widths.
+
+    Returns:
+        A text that names both vocabularies and the first id that differs, or the special token.
 
     Raises:
-        IncompatiblePairError: naming both vocabularies and the first id that differs, or the special token.
         CheckpointError: a model narrower than its tokenizer.
     """
     check_widths(target)  # first: an absurd id would need a list of that length
@@ -52,14 +56,12 @@ def check_pair(target: Checkpoint, draft: Checkpoint) -> None:
         f"target {target.source.name} ({len(target_texts)} ids, {target.config.vocab_size} logits) and "
         f"draft {draft.source.name} ({len(draft_texts)} ids, {draft.config.vocab_size} logits)"
     )
-    mend = "The draft model must come with the target's tokenizer: take one of the same family."
     for token_id in range(max(len(target_texts), len(draft_texts))):
         ours, theirs = (texts[token_id] if token_id < len(texts) else None for texts in (target_texts, draft_texts))
         if ours != theirs:
-            raise IncompatiblePairError(
-                f"The vocabularies of {both} differ first at id {token_id}: {ours!r} against {theirs!r}. {mend}"
-            )
+            return f"the vocabularies of {both} differ first at id {token_id}: {ours!r} against {theirs!r}"
     for name in ("bos_token_id", "eos_token_id"):
         ours, theirs = getattr(target.tokenizer, name), getattr(draft.tokenizer, name)
         if ours != theirs:
-            raise IncompatiblePairError(f"The tokenizers of {both} differ in {name}: {ours} against {theirs}. {mend}")
+            return f"the tokenizers of {both} differ in {name}: {ours} against {theirs}"
+    return None

@@ -7,6 +7,8 @@ bundle/paceline.json                 this module's Manifest
 bundle/target/model.onnx  model.onnx.data  config.json
 bundle/draft/…                       the same for the draft model, when there is one
 bundle/draft/logit_ids.npy           the ids that the draft model has logits for, when these are not all
+bundle/draft/tokenizer.json          the draft model's own tokenizer, when it is not the target's
+bundle/draft/shared_ids.npy          … and the ids that both give the same bytes
 bundle/sampler/*.onnx                sampling and verification as graphs
 bundle/engines/*.engine              engines that `paceline build` made of the graphs
 bundle/tokenizer.json  chat_template.jinja  generation_config.json
@@ -32,6 +34,7 @@ __all__ = [
     "MANIFEST_NAME",
     "SAMPLER_BLOCK",
     "Bundle",
+    "DraftTokenizerEntry",
     "EngineEntry",
     "EngineProfile",
     "FileEntry",
@@ -101,6 +104,25 @@ class TokenizerEntry:
         for token_id in (self.bos_token_id, *self.eos_token_ids, self.pad_token_id):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise BundleError(f"Special token id {token_id} is outside the tokenizer's {self.vocab_size} ids.")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokenizerEntry:
+    """The tokenizer of a draft model that has another one than the target.
+
+    Attributes:
+        path: its `tokenizer.json`.
+        tokenizer: what must be known beyond that, as for the target's.
+        shared_ids: file of a numpy array of int32 `[2, shared]`: ids of the draft, rising, and below them the target's
+            ids that add the same bytes to a text. No id stands there twice.
+        method: how such a draft proposes: `intersection` draws shared ids, `text` goes on greedily in its own tokens,
+            whose text the target's tokenizer then splits.
+    """
+
+    path: str
+    tokenizer: TokenizerEntry
+    shared_ids: str
+    method: Literal["intersection", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +298,8 @@ class EngineEntry:
 class Manifest:
     """The content of `paceline.json`.
 
-    A bundle from before there were sampler graphs has no `sampler`, one without engines no `engines`.
+    A bundle from before there were sampler graphs has no `sampler`, one without engines no `engines`. There is a
+    `draft_tokenizer` where the draft model has another tokenizer than the target.
     """
 
     format_version: int
@@ -287,6 +310,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     sampler: SamplerEntry | None = None
     engines: tuple[EngineEntry, ...] = ()
+    draft_tokenizer: DraftTokenizerEntry | None = None
 
     def __post_init__(self) -> None:
         if self.tokenizer.vocab_size > self.target.vocab_size:
@@ -303,10 +327,21 @@ class Manifest:
         if self.draft is not None and (kept := self.draft.logit_ids) is not None:
             if kept.path not in self.files:
                 raise BundleError(f"The manifest names {kept.path!r} but does not list it among its files.")
-            if kept.num_input_ids < self.tokenizer.vocab_size:
+            if kept.num_input_ids < (ids := self.tokenizer_of("draft").vocab_size):
                 raise BundleError(
-                    f"The tokenizer has {self.tokenizer.vocab_size} ids, of which the draft can read only "
-                    f"{kept.num_input_ids}; export the bundle again."
+                    f"The tokenizer has {ids} ids, of which the draft can read only {kept.num_input_ids}; export the "
+                    "bundle again."
+                )
+        if (own := self.draft_tokenizer) is not None:
+            if self.draft is None:
+                raise BundleError("The manifest names a 'draft_tokenizer', but no draft model.")
+            for path in (own.path, own.shared_ids):
+                if path not in self.files:
+                    raise BundleError(f"The manifest names {path!r} but does not list it among its files.")
+            if own.tokenizer.vocab_size > self.draft.num_input_ids:
+                raise BundleError(
+                    f"The draft's tokenizer has {own.tokenizer.vocab_size} ids, the draft reads only "
+                    f"{self.draft.num_input_ids}; export the bundle again."
                 )
         for engine in self.engines:
             if engine.path not in self.files:
@@ -324,6 +359,10 @@ class Manifest:
         for path in self.sampler.graphs.values():
             if path not in self.files:
                 raise BundleError(f"The manifest names the graph {path!r} but does not list it among its files.")
+
+    def tokenizer_of(self, which: str) -> TokenizerEntry:
+        """The tokenizer of the `"target"` or the `"draft"`, which mostly is the same."""
+        return self.draft_tokenizer.tokenizer if which == "draft" and self.draft_tokenizer else self.tokenizer
 
     def graph_sha256(self, model: ModelEntry) -> str:
         """SHA-256 over the names and hashes of a graph's own file and those of its weights, as they are listed."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .constraint import Constraint, ConstraintMasks
 from .costs import Costs, CostsByLength
-from .drafters import DRAFTERS, CheckedDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
+from .drafters import (
+    DRAFTERS,
+    CheckedDrafter,
+    Drafter,
+    DraftModelDrafter,
+    HybridDrafter,
+    PromptLookupDrafter,
+    TextDrafter,
+)
 from .errors import ContextLengthError, InvalidInputError, shown
 from .generation import Generation
 from .model import CausalLM
@@ -21,12 +29,13 @@ from .sampling import SamplingParams
 from .stopping import Cutter
 from .streams import Streams
 from .tokenizer import Tokenizer, check_text
+from .translated import TranslatedCache, TranslatedModel
 from .verify import VERIFICATION_RULES
 
 if TYPE_CHECKING:
     from .ort_sampler import SamplerGraphs
 
-__all__ = ["DEFAULT_VERIFICATION", "SpeculativeDecoder"]
+__all__ = ["DEFAULT_VERIFICATION", "SpeculativeDecoder", "goes_on_with_text"]
 
 # Where nothing plans: with sampler graphs.
 _UNPLANNED_DRAFT_TOKENS = 3
@@ -207,7 +216,7 @@ class SpeculativeDecoder:
             )
         play: PlayRound = play_round
         caches = GenerationCaches(prompt_ids, cache_length, self.prefixes)
-        new_drafter = self._new_drafter(drafter, draft_sampler, caches, planner)
+        new_drafter = self._new_drafter(drafter, draft_sampler, caches, planner, drawn=draft_sampling is not None)
         if self.graphs is not None:
             from .ort_round import check_graph_arguments, graph_rounds
 
@@ -238,7 +247,13 @@ class SpeculativeDecoder:
         )
 
     def _new_drafter(
-        self, drafter: Drafter | str | None, sampler: RowSampler, caches: GenerationCaches, planner: Planner | None
+        self,
+        drafter: Drafter | str | None,
+        sampler: RowSampler,
+        caches: GenerationCaches,
+        planner: Planner | None,
+        *,
+        drawn: bool,
     ) -> Callable[[], Drafter] | None:
         draft = self.draft
         if drafter is not None and not isinstance(drafter, str):
@@ -250,7 +265,13 @@ class SpeculativeDecoder:
             return None
 
         def new_drafter() -> Drafter:
-            model = DraftModelDrafter(draft, caches.new(draft), sampler, self.vocab_size, planner=planner)
+            model: DraftModelDrafter | TextDrafter
+            cache = caches.new(draft)
+            # Text takes no notice of penalties and masks, nor of how its tokens should be drawn.
+            if goes_on_with_text(draft) and sampler.leaves_logits_alone and not drawn:
+                model = TextDrafter(cast(TranslatedModel, draft), cast(TranslatedCache, cache), planner)
+            else:
+                model = DraftModelDrafter(draft, cache, sampler, self.vocab_size, planner=planner)
             return HybridDrafter(model, planner) if planner and drafter in (None, "hybrid") else model
 
         return new_drafter
@@ -337,6 +358,11 @@ class SpeculativeDecoder:
                     f"{self.vocab_size - 1})."
                 )
         return ids
+
+
+def goes_on_with_text(draft: CausalLM | None) -> bool:
+    """Whether a draft model has a tokenizer of its own, and drafts by its text wherever it can."""
+    return isinstance(draft, TranslatedModel) and draft.method == "text"
 
 
 def _is_int(value: object) -> bool:

@@ -8,8 +8,12 @@ from .bundle import Bundle
 from .cost_profile import check_profile, find_costs, setup_of
 from .decoder import SpeculativeDecoder
 from .errors import InvalidInputError, shown
+from .model import CausalLM
 from .prefix_cache import PrefixCache
+from .retokenizer import Retokenizer
+from .shared_ids import read_shared_ids
 from .tokenizer import Tokenizer
+from .translated import TranslatedModel
 
 __all__ = ["load"]
 
@@ -82,10 +86,16 @@ def load(
     folder = None if engines is None else Path(engines)
     profile = check_profile(profile)
     bundle = Bundle.open(path)
+    if sampler == "graph" and bundle.manifest.draft_tokenizer is not None:
+        raise InvalidInputError(
+            f"{bundle.root}: its draft has a tokenizer of its own, whose ids the sampler's graphs do not know; load it "
+            "with sampler='numpy'."
+        )
     tokenizer = Tokenizer.from_bundle(bundle)
     weights = sum(entry.size for name, entry in bundle.manifest.files.items() if name.endswith(".data"))
     target: OrtModel | TrtModel
     draft: OrtModel | TrtModel | None = None
+    drafts: CausalLM | None
     max_draft_tokens: int | None = None
     if runs_engines:
         target = TrtModel.open(bundle, "target", provider=provider, folder=folder)
@@ -96,12 +106,17 @@ def load(
             target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
             if bundle.manifest.draft:
                 draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads)
+    if draft is not None and (own := bundle.manifest.draft_tokenizer) is not None:
+        reads = Tokenizer.from_folder(bundle.path(own.path).parent, own.tokenizer)
+        drafts = TranslatedModel(draft, Retokenizer(tokenizer, reads, read_shared_ids(bundle, own)), own.method)
+    else:
+        drafts = draft
     graphs = SamplerGraphs.open(bundle, provider=provider, threads=threads) if sampler == "graph" else None
     prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
     costs = None if profile is None else find_costs(setup_of(bundle, provider, folder), profile)
     return SpeculativeDecoder(
         target,
-        draft,
+        drafts,
         tokenizer,
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,

@@ -19,7 +19,8 @@ def read_logit_ids(bundle: Bundle, entry: ModelEntry) -> NDArray[np.int64] | Non
     """
     if entry.logit_ids is None:
         return None
-    path, num_ids = bundle.path(entry.logit_ids.path), bundle.manifest.tokenizer.vocab_size
+    # Only a draft has such ids.
+    path, num_ids = bundle.path(entry.logit_ids.path), bundle.manifest.tokenizer_of("draft").vocab_size
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header that promises too much takes nothing
     except (OSError, ValueError, EOFError) as error:

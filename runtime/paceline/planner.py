@@ -14,11 +14,12 @@ and when its distribution is known, before it is drawn, the draft step is paid a
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .costs import ASSUMED_COSTS, Average, CostCorrection, CostMeter, Costs, CostsByLength
 from .theory import tokens_per_round
@@ -216,6 +217,17 @@ class Planner:
         self._survivals.append(survival)
         self._confidences.append(confidence)
         return True
+
+    def replan(self, confidences: Sequence[float]) -> None:
+        """Take the tokens that the round drafts as these, where they are others than those that were asked about.
+
+        Args:
+            confidences: of each token that is submitted, as in `worth_drawing`.
+        """
+        self._confidences = list(confidences)
+        acceptances = (self._classes[bisect_right(_CONFIDENCES, confidence)].mean for confidence in confidences)
+        self._survivals = list(accumulate(acceptances, operator.mul))
+        self._survival = self._survivals[-1] if self._survivals else 1.0
 
     def worth_copying(self, match_length: int) -> int:
         """How many tokens to copy from an occurrence that shares so many tokens with the text's end; 0 for none.

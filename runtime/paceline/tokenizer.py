@@ -25,11 +25,16 @@ __all__ = ["TextStream", "Tokenizer", "check_text"]
 _REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes and a token at least one: what lies further back is decided.
 _UNDECIDED = 4
+# Decoders treat a text's first piece in ways of their own, so a piece is decoded behind another one.
+_ANCHOR = "x"
+# How byte-fallback vocabularies write a byte that no piece of theirs covers.
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 # The character that a byte-level vocabulary (GPT-2's) writes for each byte: itself where printable, else from 256 on.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
 class Tokenizer:
@@ -37,6 +42,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of ids that have a text.
+        bos_token_id: the id that a text begins with, or None.
         eos_token_ids: ids that end a text.
         chat_template: Jinja source, or None.
     """
@@ -50,6 +56,7 @@ class Tokenizer:
         self._special_ids = {id for id, token in backend.get_added_tokens_decoder().items() if token.special}
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
         self.vocab_size = entry.vocab_size
+        self.bos_token_id = entry.bos_token_id
         self.eos_token_ids = entry.eos_token_ids
         self.chat_template = chat_template
 
@@ -108,17 +115,60 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token alone, which need not be whole characters; a special token's are those of its name."""
+        """Bytes that one token adds to a running text, which need not be whole characters.
+
+        A special token's are those of its name; an id without a token has none.
+        """
         piece = self._backend.id_to_token(token_id) or ""
         if self.is_special(token_id):
             return piece.encode()
         if self._is_byte_level and all(character in _BYTE_OF for character in piece):
             return bytes(_BYTE_OF[character] for character in piece)
-        if fallback := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        if fallback := _FALLBACK.fullmatch(piece):
             return bytes.fromhex(fallback[1])
-        text = self._backend.decode([token_id], skip_special_tokens=False)
-        # A decoder of SentencePiece's drops the space that a text begins with.
-        return (" " + text if piece.startswith("▁") and not text.startswith(" ") else text).encode()
+        decoder = self._backend.decoder
+        # Without a decoder tokens are joined by spaces.
+        text = decoder.decode([_ANCHOR, piece]) if decoder is not None else f"{_ANCHOR} {piece}"
+        return str(text).removeprefix(_ANCHOR).encode() if piece else b""
+
+    def byte_token(self, byte: int) -> int | None:
+        """The id that stands for one byte alone, for characters cut in two; None where the vocabulary has none."""
+        piece = _CHARACTER_OF[byte] if self._is_byte_level else f"<0x{byte:02X}>"
+        found: int | None = self._backend.token_to_id(piece)
+        return found
+
+    def ids_by_bytes(self) -> dict[bytes, int]:
+        """An id for every string of bytes that a token adds to a text, special tokens left out.
+
+        Where several add the same, it is the lowest id, but one that is no byte-fallback's.
+        """
+        found: dict[bytes, int] = {}
+        fallbacks: dict[bytes, int] = {}
+        for token_id in range(self.vocab_size):
+            piece = self._backend.id_to_token(token_id)
+            if piece and not self.is_special(token_id) and (data := self.token_bytes(token_id)):
+                (fallbacks if _FALLBACK.fullmatch(piece) else found).setdefault(data, token_id)
+        return fallbacks | found
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that are taken out of a text before it is split, special ones among them, by their text."""
+        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """What the post-processor puts in front of a text, for instance a first BOS."""
+        whole, bare = (self.encode(_ANCHOR, add_special_tokens=special) for special in (True, False))
+        starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        return whole[: starts[0]] if starts else []
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text` without added special tokens, and the characters that each covers, from and to.
+
+        Tokens that share a character cover all of it.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -43,6 +43,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "build": Row("Build TensorRT engines of a bundle's graphs.", "cpu,export,tools,trt"),
         "check": Row("Compare a bundle with the checkpoints it was made from.", "cpu,export,tools"),
         "plan": Row("Say how many tokens to draft, from an acceptance rate and costs.", "tools"),
+        "recommend": Row("Say which of several drafts pays for a target, on your prompts.", "cpu,export,tools"),
         "tune": Row("Measure this machine once, for plans of drafts.", "cpu,tools"),
         "generate": Row("Generate text with a bundle.", "cpu,tools"),
         "chat": Row("Chat with a bundle or a server in the terminal.", "cpu,tools"),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline import Bundle
+from paceline.bundle import MANIFEST_NAME
 from paceline_export.recipe import PairRecipe, find_recipe
 
 from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SOURCE
@@ -31,9 +33,14 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
     metavar="SRC",
     type=SOURCE,
     required=True,
-    help="The model whose text is wanted, or the recipe of a pair.",
+    help="The model whose text is wanted, the recipe of a pair, or a bundle, whose target another draft shall serve.",
 )
-@click.option("--draft", metavar="SRC", type=SOURCE, help="A smaller model with the same tokenizer, which drafts.")
+@click.option(
+    "--draft",
+    metavar="SRC",
+    type=SOURCE,
+    help="A smaller model, which drafts; self:N takes the first N layers of the target.",
+)
 @click.option("-o", "--out", metavar="DIR", required=True, type=FOLDER, help="Folder of the new bundle.")
 @click.option(
     "--flavor",
@@ -57,6 +64,11 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
     metavar="N",
     type=DRAFT_VOCAB,
     help="Ids that the draft can propose, the most useful ones.  [default: full, which is all]",
+)
+@click.option(
+    "--draft-method",
+    type=click.Choice(["intersection", "text"]),
+    help="How a draft with another tokenizer proposes: tokens that both have, or text.  [default: intersection]",
 )
 @click.option(
     "--max-length",
@@ -94,6 +106,7 @@ def command(
     precision: str,
     draft_precision: str | None,
     draft_vocab: int | None,
+    draft_method: str | None,
     max_length: int | None,
     block_size: int,
     calibration: str | None,
@@ -104,6 +117,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Export models to the bundle DIR. It appears when it is complete, or not at all.
+
+    The draft may have another tokenizer than the target.
 
     A source SRC is a recipe's name or .toml file, a folder with config.json and model.safetensors, a .gguf file, or a
     hub id org/name[@revision]. What is not on this machine yet is fetched first.
@@ -117,6 +132,10 @@ def command(
         target, draft = pair.target, pair.draft
     elif draft is not None and isinstance(pair := find_recipe(draft), PairRecipe):
         raise click.UsageError(f"--draft {draft} names a pair; give the pair's draft, --draft {pair.draft}.")
+
+    draft_layers = _own_layers(draft)
+    if draft_layers is not None:
+        draft = None
 
     from paceline_export.export import check_arguments, export_bundle
     from paceline_export.parity import PREFILL, SINGLE, VERIFY
@@ -135,6 +154,8 @@ def command(
         precision=precision,
         draft_precision=draft_precision,
         draft_vocab=draft_vocab,
+        draft_method=draft_method,
+        draft_layers=draft_layers,
         max_length=max_length,
         block_size=block_size,
         calibration=calibration,
@@ -142,7 +163,8 @@ def command(
         quality=quality,
         overwrite=overwrite,
     )
-    target_source = resolve(target, cache_dir=cache_dir, progress=True)
+    is_bundle = (Path(target) / MANIFEST_NAME).is_file()
+    target_source = Bundle.open(target) if is_bundle else resolve(target, cache_dir=cache_dir, progress=True)
     draft_source = resolve(draft, cache_dir=cache_dir, progress=True) if draft is not None else None
     with stages() as on_progress:
         report = export_bundle(
@@ -153,6 +175,8 @@ def command(
             precision=precision,
             draft_precision=draft_precision,
             draft_vocab=draft_vocab,
+            draft_method=draft_method,
+            draft_layers=draft_layers,
             max_length=max_length,
             block_size=block_size,
             calibration=calibration,
@@ -162,6 +186,16 @@ def command(
             on_progress=on_progress,
         )
     click.echo(json.dumps(asdict(report), default=str, indent=1) if as_json else _text(report))
+
+
+def _own_layers(draft: str | None) -> int | None:
+    """N of a draft `self:N`, which is no source of its own."""
+    if draft is None or not draft.startswith("self:"):
+        return None
+    count = draft.removeprefix("self:")
+    if not count.isdecimal() or int(count) < 1:
+        raise click.UsageError(f"--draft {draft}: a number of layers of at least 1 is expected, such as self:8.")
+    return int(count)
 
 
 def _text(report: ExportReport) -> str:

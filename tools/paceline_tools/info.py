@@ -14,6 +14,7 @@ import click
 from paceline import Bundle
 from paceline.bundle import ModelEntry
 from paceline.engines import engine_fault
+from paceline.shared_ids import read_shared_ids
 
 from .arguments import FOLDER
 from .progress import stages
@@ -129,6 +130,16 @@ def _engines(bundle: Bundle) -> Iterator[str]:
             yield ""
 
 
+def _draft_tokenizer(bundle: Bundle) -> Iterator[str]:
+    """What a draft with a tokenizer of its own shares with the target, and how it drafts."""
+    if (own := bundle.manifest.draft_tokenizer) is not None:
+        shared = read_shared_ids(bundle, own).shape[1]
+        yield (
+            f"draft's own tokenizer: {own.tokenizer.vocab_size} ids, {shared} of them shared with the target's; it "
+            f"drafts by {own.method}"
+        )
+
+
 def _text(bundle: Bundle) -> str:
     manifest = bundle.manifest
     models = dict(_models(bundle))
@@ -165,6 +176,7 @@ def _text(bundle: Bundle) -> str:
             *_engines(bundle),
             f"tokenizer: {tokenizer.vocab_size} ids, BOS {tokenizer.bos_token_id}, end {end_ids}, "
             f"chat template: {'yes' if bundle.has('chat_template.jinja') else 'no'}",
+            *_draft_tokenizer(bundle),
             "",
             table(("file", "size"), files),
         )

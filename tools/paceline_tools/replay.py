@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline import SamplingParams, SpeculativeDecoder
-from paceline.decoder import DEFAULT_VERIFICATION
-from paceline.drafters import Drafter, DraftModelDrafter
+from paceline.decoder import DEFAULT_VERIFICATION, goes_on_with_text
+from paceline.drafters import Drafter, DraftModelDrafter, TextDrafter
 from paceline.errors import ContextLengthError, InvalidInputError
 from paceline.rounds import play_round
 from paceline.row_sampler import RowSampler
 from paceline.sampling import FloatArray
 from paceline.streams import Chance, Purpose
+from paceline.translated import TranslatedModel
 from paceline.verify import Draft
 
 from .memo import MemoModel
@@ -66,6 +69,40 @@ class NotingDrafter:
     def rollback(self, length: int) -> None:
         """Forget what the drafter shall forget."""
         self._drafter.rollback(length)
+
+
+class KnownDrafts:
+    """Drafts as a `TextDrafter` does: what it proposes follows from the text, so each text asks for it once."""
+
+    def __init__(self, model: TranslatedModel, max_length: int) -> None:
+        """Draft with `model` behind texts of up to `max_length` tokens."""
+        self._cache = model.new_cache(max_length)
+        self._drafter = TextDrafter(model, self._cache)
+        self._drafts: dict[tuple[tuple[int, ...], int], Draft] = {}
+        self._text: tuple[int, ...] = ()
+        self.num_passes = 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the drafter's runs."""
+        return self._drafter.seconds
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Nothing to take in: the text comes with each proposal."""
+
+    def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
+        """Propose what the drafter proposes behind this text, from memory where it has been asked before."""
+        text = tuple(tokens)
+        if (text, num_draft_tokens) not in self._drafts:
+            pairs = zip(self._text[: self._cache.length], text, strict=False)
+            self._drafter.rollback(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            self._drafts[text, num_draft_tokens] = self._drafter.propose(text, num_draft_tokens, chance)
+            self._text = text
+            self.num_passes += len(self._drafts[text, num_draft_tokens].tokens)
+        return self._drafts[text, num_draft_tokens]
+
+    def rollback(self, length: int) -> None:
+        """Nothing to forget: the next proposal says what it is behind."""
 
 
 def check_room(
@@ -119,11 +156,15 @@ class Rounds:
         self._limit = length - 1 - len(prompt)
         self._target = MemoModel(decoder.target, length)
         self._draft = MemoModel(decoder.draft, length)
+        # As in a generation, where penalties and masks leave the logits alone.
+        self._text: KnownDrafts | None = None
+        if goes_on_with_text(decoder.draft) and self._sampler().leaves_logits_alone:
+            self._text = KnownDrafts(cast(TranslatedModel, decoder.draft), length)
 
     @property
     def num_passes(self) -> tuple[int, int]:
-        """Passes of target and draft model so far."""
-        return self._target.num_passes, self._draft.num_passes
+        """Passes of target and draft model so far; of one that goes on with the text, the tokens that it proposed."""
+        return self._target.num_passes, self._draft.num_passes + (self._text.num_passes if self._text else 0)
 
     def play(self, tokens: list[int], num_draft_tokens: int, chance: Chance) -> Played:
         """Extend `tokens`, the prompt and more, by one round, but by nothing behind an end token.
@@ -132,7 +173,8 @@ class Rounds:
         """
         num_before = len(tokens)
         drafter = NotingDrafter(
-            DraftModelDrafter(
+            self._text
+            or DraftModelDrafter(
                 self._draft, self._draft.new_cache(self._draft.max_length), self._sampler(), self._vocab_size
             )
         )

@@ -23,6 +23,7 @@ from paceline.errors import InvalidInputError
 from paceline.ort import OrtKVCache, OrtModel
 from paceline.planner import MOST_DRAFT_TOKENS
 from paceline.theory import best_num_draft_tokens, speedup
+from paceline.translated import TranslatedModel
 from paceline.trt import TrtKVCache, TrtModel
 
 from .arguments import FOLDER, OUTPUT_FILE, engines_option, provider_option, threads_option
@@ -105,7 +106,7 @@ def command(
     lengths = _checked_lengths(bundle, lengths)
     # Loaded as for a generation: where the weights lie in memory decides what a pass takes.
     decoder = paceline.load(folder, provider=provider, threads=threads, profile=None, engines=engine_folder)
-    target, draft = cast(_Model, decoder.target), cast(_Model | None, decoder.draft)
+    target, draft = cast(_Model, decoder.target), own_model(decoder)
     started = time.perf_counter()
     with stages() as on_progress:
         times = measure(target, draft, lengths, repeats, on_progress)
@@ -138,6 +139,12 @@ def command(
         return
     click.echo(_text(profile, time.perf_counter() - started))
     click.echo(f"\nStored in {path}.")
+
+
+def own_model(decoder: paceline.SpeculativeDecoder) -> _Model | None:
+    """The draft model itself, over its own ids."""
+    draft = decoder.draft
+    return cast(_Model | None, draft.inner if isinstance(draft, TranslatedModel) else draft)
 
 
 def measure(

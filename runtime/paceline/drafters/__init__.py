@@ -13,8 +13,17 @@ from .checked import CheckedDrafter
 from .draft_model import DraftModelDrafter
 from .hybrid import HybridDrafter
 from .prompt_lookup import PromptLookupDrafter
+from .text_draft import TextDrafter
 
-__all__ = ["DRAFTERS", "CheckedDrafter", "DraftModelDrafter", "Drafter", "HybridDrafter", "PromptLookupDrafter"]
+__all__ = [
+    "DRAFTERS",
+    "CheckedDrafter",
+    "DraftModelDrafter",
+    "Drafter",
+    "HybridDrafter",
+    "PromptLookupDrafter",
+    "TextDrafter",
+]
 
 
 class Drafter(Protocol):

@@ -10,6 +10,7 @@ from paceline.verify import Draft
 
 from .draft_model import DraftModelDrafter
 from .prompt_lookup import PromptLookupDrafter
+from .text_draft import TextDrafter
 
 __all__ = ["HybridDrafter"]
 
@@ -20,7 +21,7 @@ class HybridDrafter:
     The choice is made before anything is drawn: a copy draws nothing, so not proposing it withholds nothing.
     """
 
-    def __init__(self, model: DraftModelDrafter, planner: Planner) -> None:
+    def __init__(self, model: DraftModelDrafter | TextDrafter, planner: Planner) -> None:
         """Draft with `model`, which should ask the same planner."""
         self._model = model
         self._lookup = PromptLookupDrafter()

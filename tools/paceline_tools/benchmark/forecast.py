@@ -15,7 +15,7 @@ from .document import Document
 from .measurement import Measurement
 from .methods import PLAIN
 
-__all__ = ["forecast"]
+__all__ = ["acceptance_by_place", "forecast", "pass_and_rest"]
 
 
 def forecast(document: Document, by_method: Mapping[int, Sequence[Measurement]]) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def forecast(document: Document, by_method: Mapping[int, Sequence[Measurement]])
             plain = texts
         elif method.fixed and not method.bundle and sum(one.rounds for one in texts):
             families.setdefault((method.drafter, method.verification), {})[method.fixed] = texts
-    plain_pass, plain_rest = _pass_and_rest(plain)
+    plain_pass, plain_rest = pass_and_rest(plain)
     unit = plain_pass + plain_rest
     if not unit:
         return []
@@ -50,7 +50,7 @@ def forecast(document: Document, by_method: Mapping[int, Sequence[Measurement]])
 
 def _curve(by_k: Mapping[int, Sequence[Measurement]], plain_pass: float, unit: float) -> list[dict[str, Any]]:
     """Points of a curve; `plain_pass` and `unit`, plain decoding's round, are in seconds."""
-    rounds = [_pass_and_rest(texts) for texts in by_k.values()]
+    rounds = [pass_and_rest(texts) for texts in by_k.values()]
     measured = [0, *by_k]
     passes = [seconds / unit for seconds in (plain_pass, *(target for target, _ in rounds))]
     rest = max(statistics.mean(other for _, other in rounds) / unit, 0.0)
@@ -61,8 +61,8 @@ def _curve(by_k: Mapping[int, Sequence[Measurement]], plain_pass: float, unit: f
     by_prompt: dict[int, list[Measurement]] = defaultdict(list)
     for one in texts:
         by_prompt[one.prompt].append(one)
-    pooled = _acceptance(texts, [0.0] * largest)
-    rates = [_acceptance(found, pooled) for found in by_prompt.values()]
+    pooled = acceptance_by_place(texts, [0.0] * largest)
+    rates = [acceptance_by_place(found, pooled) for found in by_prompt.values()]
 
     def cost(k: int) -> float:
         return float(np.interp(k, measured, passes))
@@ -78,7 +78,7 @@ def _curve(by_k: Mapping[int, Sequence[Measurement]], plain_pass: float, unit: f
     ]
 
 
-def _pass_and_rest(texts: Sequence[Measurement]) -> tuple[float, float]:
+def pass_and_rest(texts: Sequence[Measurement]) -> tuple[float, float]:
     """Seconds of a round in the target, and outside both models."""
     rounds = sum(one.rounds for one in texts)
     if not rounds:
@@ -88,7 +88,7 @@ def _pass_and_rest(texts: Sequence[Measurement]) -> tuple[float, float]:
     return target / rounds, rest / rounds
 
 
-def _acceptance(texts: Sequence[Measurement], unseen: Sequence[float]) -> list[float]:
+def acceptance_by_place(texts: Sequence[Measurement], unseen: Sequence[float]) -> list[float]:
     """By place, as many as `unseen` has: it says what is taken where no round got to the place."""
     proposed = np.concatenate([np.array(one.steps_proposed[1:], np.int64) for one in texts])
     accepted = np.concatenate([np.array(one.steps_accepted[1:], np.int64) for one in texts])
