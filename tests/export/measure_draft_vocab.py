@@ -1,10 +1,12 @@
 """Print what a smaller draft vocabulary costs: `python tests/export/measure_draft_vocab.py BUNDLE TEXTS.jsonl`.
 
-BUNDLE has a draft with all its logits. Its LM head is cut to the most useful 8k, 16k, 32k and 64k ids, and a step of
+BUNDLE has a draft with all its logits. Its LM head is cut to the most useful 8k to 96k ids, and a step of
 each of these drafts is timed, interleaved. Acceptance is teacher-forced: at each position of each text, how much of the
 target's distribution the draft meets, the sum of min(p, q) at temperature 1, and whether the best tokens are equal.
 A line of TEXTS.jsonl has `category` and `text`, or `turns` (Spec-Bench's format, whose first prompt is the text), or
 `prompt` and `text` as ids of which the latter were written by the target.
+At last both are put together: how much faster than plain decoding each text would be written greedily, with the best
+fixed number of drafted tokens, by the profile of `paceline tune` for this bundle and the ratio of the draft steps.
 With `--drafts DIR…` the drafts of other bundles, of other precisions and block sizes, are compared as well; of a
 bundle without a draft it is its only model.
 """
@@ -27,13 +29,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from paceline.bundle import Bundle, LogitIdsEntry
+from paceline.cost_profile import find_costs, setup_of
+from paceline.costs import Costs
 from paceline.ort import OrtModel
 from paceline.ort_session import open_session
 from paceline.tokenizer import Tokenizer
 from paceline_export.draft_vocab import useful_ids
 from paceline_export.passes.lm_head import cut_lm_head
 
-SIZES = (8192, 16384, 32768, 65536)
+SIZES = (8192, 16384, 32768, 65536, 98304)
 CONTEXT, STEPS, ROWS = 256, 8, 32
 
 
@@ -54,8 +58,8 @@ def cut_draft(bundle: Bundle, ids: NDArray[np.int32], folder: Path) -> OrtModel:
     return OrtModel(open_session(folder / "model.onnx"), entry, ids.astype(np.int64))
 
 
-def print_steps(drafts: dict[str, OrtModel], repeats: int) -> None:
-    """Time a draft step behind `CONTEXT` positions, all drafts in turn, and print medians and paired ratios."""
+def print_steps(drafts: dict[str, OrtModel], repeats: int) -> dict[str, float]:
+    """Time a draft step behind `CONTEXT` positions, all drafts in turn; prints medians and returns paired ratios."""
     caches = {name: model.new_cache(CONTEXT + 64) for name, model in drafts.items()}
     times: dict[str, list[float]] = defaultdict(list)
     for name, model in drafts.items():
@@ -70,9 +74,31 @@ def print_steps(drafts: dict[str, OrtModel], repeats: int) -> None:
             caches[name].rollback(CONTEXT)
     first = next(iter(drafts))
     print(f"\ndraft step behind {CONTEXT} positions, {repeats} interleaved repeats of {STEPS} steps")
+    ratios = {}
     for name, values in times.items():
-        ratio = statistics.median(ours / full for ours, full in zip(values, times[first], strict=True))
+        ratios[name] = ratio = statistics.median(ours / full for ours, full in zip(values, times[first], strict=True))
         print(f"{name:16} median {statistics.median(values):6.2f} ms  least {min(values):6.2f} ms  ratio {ratio:.3f}")
+    return ratios
+
+
+def net_speedup(equal: list[bool], costs: Costs, ratio: float) -> float:
+    """Speed of greedy drafting over plain decoding for a text, with the best fixed number of drafted tokens.
+
+    Args:
+        equal: for each token, whether the draft's best is the target's, which the text follows.
+        costs: of the models.
+        ratio: what a draft step takes of theirs.
+    """
+    best = 1.0
+    for most in range(1, 9):
+        at, seconds = 0, 0.0
+        while at < len(equal):
+            count = min(most, len(equal) - at - 1)
+            stands = next((i for i in range(count) if not equal[at + i]), count)
+            seconds += costs.target(count + 1) + count * ratio * costs.draft_step
+            at += stands + 1
+        best = max(best, len(equal) * costs.target(1) / seconds)
+    return best
 
 
 def probabilities(model: OrtModel, ids: list[int], width: int, start: int) -> NDArray[np.float32]:
@@ -122,11 +148,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         drafts = {"full": full}
         drafts |= {f"{size}": cut_draft(bundle, ids, Path(folder) / str(size)) for size, ids in kept.items()}
-        print_steps(drafts | others, arguments.repeats)
+        ratios = print_steps(drafts | others, arguments.repeats)
         del drafts
 
     target = OrtModel.open(bundle, "target")
+    costs = find_costs(setup_of(bundle), "auto")
     sums: dict[str, dict[str, list[tuple[float, bool]]]] = defaultdict(lambda: defaultdict(list))
+    nets: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for category, ids, start in texts_of(arguments.texts, lambda text: tokenizer.encode(text)):
         p = probabilities(target, ids, vocab, start)
         for name, model in {"full": full, **others}.items():
@@ -141,7 +169,10 @@ def main() -> None:
                 left = row[:, there]
                 meets = np.minimum(p[:, there], left / left.sum(-1, keepdims=True)).sum(-1)
                 best = there[left.argmax(-1)]
-                sums[category][cut] += zip(meets.tolist(), (best == p.argmax(-1)).tolist(), strict=True)
+                equal = (best == p.argmax(-1)).tolist()
+                sums[category][cut] += zip(meets.tolist(), equal, strict=True)
+                if costs is not None:
+                    nets[category][cut].append(net_speedup(equal, costs.at(CONTEXT), ratios[cut.partition(",")[0]]))
         print_row(category, sums[category])
     print("\nacceptance, teacher-forced: sum of min(p, q) / equal best token, in %")
     every: dict[str, list[tuple[float, bool]]] = defaultdict(list)
@@ -150,6 +181,21 @@ def main() -> None:
             every[cut] += values
         print_row(category, by_cut)
     print_row("all", every)
+    print(
+        "\ngreedy over plain, geometric means of texts" if nets else "\nno profile: run `paceline tune` for net figures"
+    )
+    total: dict[str, list[float]] = defaultdict(list)
+    for category, by_net in nets.items():
+        for cut, speeds in by_net.items():
+            total[cut] += speeds
+        print_net(category, by_net)
+    if total:
+        print_net("all", total)
+
+
+def print_net(category: str, by_cut: dict[str, list[float]]) -> None:
+    figures = "  ".join(f"{cut} {statistics.geometric_mean(speeds):.3f}" for cut, speeds in by_cut.items())
+    print(f"{category:20} {len(next(iter(by_cut.values()))):3} texts  {figures}", flush=True)
 
 
 def print_row(category: str, by_cut: dict[str, list[tuple[float, bool]]]) -> None:
