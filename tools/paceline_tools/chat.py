@@ -20,6 +20,7 @@ from .arguments import (
     FOLDER,
     NumberRange,
     check_text,
+    engines_option,
     profile_option,
     provider_option,
     threads_option,
@@ -36,7 +37,7 @@ _HELP = """\
 /exit         end; so does Ctrl-D
 
 Ctrl-C stops an answer. A backslash at a line's end goes on in the next line. //… sends a message that begins with /."""
-_FOR_BUNDLES = {"provider": "--provider", "threads": "--threads", "profile": "--profile"}
+_FOR_BUNDLES = {"provider": "--provider", "engine_folder": "--engines", "threads": "--threads", "profile": "--profile"}
 
 
 @click.command("chat")
@@ -58,6 +59,7 @@ _FOR_BUNDLES = {"provider": "--provider", "threads": "--threads", "profile": "--
     help="Mark what the draft had proposed, in green or ⟦brackets⟧, and count it behind each answer.",
 )  # fmt: skip
 @provider_option
+@engines_option
 @threads_option
 @profile_option
 @click.pass_context
@@ -74,6 +76,7 @@ def command(
     draft_tokens: int | str | None,
     show_accepted: bool,
     provider: str,
+    engine_folder: Path | None,
     threads: int | None,
     profile: str,
 ) -> None:
@@ -96,7 +99,7 @@ def command(
             raise click.UsageError("--model is for servers; a bundle holds one model.")
         folder: Path = FOLDER.convert(where, None, context)
         decoder = paceline.load(
-            folder, provider=provider, threads=threads, prefix_cache_bytes=1 << 28,
+            folder, provider=provider, engines=engine_folder, threads=threads, prefix_cache_bytes=1 << 28,
             profile=None if profile == "none" else profile,
         )  # fmt: skip
         partner = BundlePartner(decoder, folder.resolve().name, settings)
