@@ -112,6 +112,8 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "precision": "int4",
         "draft_precision": None,
         "draft_vocab": None,
+        "draft_method": None,
+        "draft_layers": None,
         "max_length": None,
         "block_size": 128,
         "calibration": None,
@@ -260,6 +262,19 @@ def test_the_shortest_context_is_what_the_check_needs(invoke: Invoke, tmp_path: 
     )
     assert result.exit_code == 0, result.output
     assert invoke("check", tmp_path / "bundle").exit_code == 0
+
+
+@pytest.mark.parametrize("draft", ["self:0", "self:", "self:x", "self:-1"])
+def test_own_layers_are_a_number(invoke: Invoke, seen: Seen, tmp_path: Path, draft: str) -> None:
+    result = invoke("export", "--target", "big", "--draft", draft, "-o", tmp_path / "b")
+    assert result.exit_code == 2
+    assert "a number of layers of at least 1 is expected, such as self:8" in result.stderr
+
+
+def test_own_layers_are_no_source(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
+    assert invoke("export", "--target", "big", "--draft", "self:8", "-o", tmp_path / "b").exit_code == 0
+    assert seen.exports == [("source big", None, tmp_path / "b")]
+    assert seen.options["draft_layers"] == 8
 
 
 def test_the_librarys_refusals_reach_the_user(
