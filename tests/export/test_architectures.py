@@ -28,7 +28,7 @@ FAST_CASES = {(name, "ort", "fp32") for name in ARCHITECTURES if name.startswith
     for name in ARCHITECTURES
     for flavor, precision in COLUMNS
     if (flavor, precision, name.partition(",")[0])
-    in {("trt", "fp16", "gemma 2"), ("trt", "int4", "gpt2"), ("ort", "int4", "mixtral"), ("ort", "int8", "opt")}
+    in {("trt", "int4", "gpt2"), ("ort", "int4", "mixtral"), ("ort", "int8", "opt")}
 }
 
 
