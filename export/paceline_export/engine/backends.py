@@ -70,8 +70,8 @@ class Backend:
     def groups(self, sms: Sequence[str], precision: str) -> list[tuple[str, ...]]:
         """The compute capabilities, those together that one engine serves, in the order in which they are given.
 
-        Only float weights share an engine. In one for several GPUs TensorRT-RTX 1.7 has been seen to write weights of
-        8 bits out as floats in each step, which it does not for one GPU.
+        Only float weights share an engine. In one for several GPUs TensorRT-RTX 1.7 was seen to write an LM head of 8
+        bits out as floats in each step, which it does not in one for a single GPU (models/engines.md).
         """
         together = self.together if precision in ("fp16", "bf16") else ()
         shared = tuple(sm for sm in sms if sm in together)
