@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import gguf
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -269,6 +271,16 @@ def _one_gguf_reader() -> Iterator[None]:
         gguf.GGUFReader = _GGUFReader
 
 
+def _drop_foreign_tokens(tokenizer: Any, path: Path) -> None:
+    """Take out added tokens that a GGUF does not have: transformers adds GPT-2's `<|endoftext|>` to every vocabulary of
+    bytes, and the model then has no logits for it."""
+    count = len(_gguf_file(str(path)).fields["tokenizer.ggml.tokens"].data)
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in settings["added_tokens"] if token["id"] < count]
+    if len(kept) < len(settings["added_tokens"]):
+        tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings | {"added_tokens": kept}))
+
+
 def _shape(tensor: Any) -> tuple[int, ...]:
     """Shape of a GGUF tensor, which the file gives in reverse."""
     return tuple(int(size) for size in reversed(tensor.shape))
@@ -331,6 +343,8 @@ class Checkpoint:
             with _one_gguf_reader():
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
+                if source.gguf_file:
+                    _drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
         packing = scaling = None

@@ -1,10 +1,10 @@
 """Measure the memory, disk and time of an export of a random checkpoint of any size; it is deleted afterwards.
 
-    python tests/export/measure_scale.py 7b FOLDER [options of `paceline export`]
+    python tests/export/measure_scale.py 7b FOLDER [--zeros] [options of `paceline export`]
 
 Writes a bfloat16 checkpoint of that shape into FOLDER, shard by shard, exports it in a process of its own, and prints
 its largest resident size (as `/usr/bin/time -v` says it), how much of it was its own, and the ratio to the checkpoint.
-Then the bundle generates 4 tokens.
+Then the bundle generates 4 tokens. With --zeros the weights are holes in files: the checkpoint takes no disk.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
@@ -33,7 +33,7 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], int, int, int, int, int, int, in
     "7b": (Qwen2Config, 3584, 18944, 28, 28, 4, 128, 152064, False),  # Qwen2.5
     "70b": (LlamaConfig, 8192, 28672, 80, 64, 8, 128, 128256, False),  # Llama 3
 }
-SHARD = 2_000_000_000  # bytes
+SHARD = 1_500_000_000  # bytes
 
 
 def configuration(name: str) -> PreTrainedConfig:
@@ -63,41 +63,44 @@ def parameters(config: PreTrainedConfig) -> Iterator[tuple[str, torch.Size]]:
         yield name, parameter.shape
 
 
-def write_checkpoint(config: PreTrainedConfig, folder: Path) -> int:
-    """Write a random model of this configuration with a tiny tokenizer; returns its bytes.
+def write_checkpoint(config: PreTrainedConfig, folder: Path, *, zeros: bool) -> int:
+    """Write a model of this configuration with a tiny tokenizer; returns its bytes.
 
-    Weights are cut from one pool of random numbers: neither memory nor time depend on what they are.
+    Weights are cut from one pool of random numbers, since neither memory nor time depend on what they are. With `zeros`
+    they are holes in files, which take no disk.
     """
     folder.mkdir(parents=True)
-    pool = (torch.randn(1 << 26, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-    shards: list[dict[str, torch.Size]] = [{}]
-    size = total = 0
+    pool = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    pool_bytes = pool.view(torch.uint8).numpy().tobytes()
+    shards: list[dict[str, Any]] = [{}]
+    sizes = [0]
     for name, shape in parameters(config):
         count = 2 * shape.numel()
-        if size + count > SHARD and shards[-1]:
+        if sizes[-1] and sizes[-1] + count > SHARD:
             shards.append({})
-            size = 0
-        shards[-1][name] = shape
-        size += count
-        total += count
+            sizes.append(0)
+        offsets = [sizes[-1], sizes[-1] + count]
+        shards[-1][name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": offsets}
+        sizes[-1] += count
     weight_map = {}
-    for index, shard in enumerate(shards, 1):
+    for index, (header, size) in enumerate(zip(shards, sizes, strict=True), 1):
         file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for name, shape in shard.items():
-            if len(shape) == 1:
-                tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        weight_map |= dict.fromkeys(header, file)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            if zeros:
+                out.truncate(8 + len(text) + size)
             else:
-                repeats = -(-shape.numel() // len(pool))
-                tensors[name] = pool.repeat(repeats)[: shape.numel()].view(shape)
-            weight_map[name] = file
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+                for start in range(0, size, len(pool_bytes)):
+                    out.write(pool_bytes[: min(len(pool_bytes), size - start)])
+    index_text = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index_text)
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    return total
+    return sum(sizes)
 
 
 def run(*arguments: str) -> tuple[int, float, dict[str, int]]:
@@ -119,13 +122,14 @@ def run(*arguments: str) -> tuple[int, float, dict[str, int]]:
 
 
 def main() -> None:
-    name, place, *options = sys.argv[1:]
+    zeros = "--zeros" in sys.argv
+    name, place, *options = [argument for argument in sys.argv[1:] if argument != "--zeros"]
     folder = Path(place)
     checkpoint, bundle = folder / f"random-{name}", folder / f"bundle-{name}"
     if checkpoint.exists() or bundle.exists():
         sys.exit(f"{checkpoint} or {bundle} exists already.")
     try:
-        size = write_checkpoint(configuration(name), checkpoint)
+        size = write_checkpoint(configuration(name), checkpoint, zeros=zeros)
         shards = len(list(checkpoint.glob("*.safetensors")))
         print(f"checkpoint: {size / 2e9:.2f} billion parameters, {size / 1e9:.2f} GB, {shards} shards", flush=True)
         options = options or ["--calibration", "none", "--no-quality"]
