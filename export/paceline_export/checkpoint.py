@@ -39,20 +39,8 @@ _GGUFReader = gguf.GGUFReader
 # Those that gguf unpacks to what they stand for; others are integers, or have a scale in a tensor beside them (NVFP4).
 _GGUF_KINDS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *(
-        "IQ1_S",
-        "IQ1_M",
-        "IQ2_XXS",
-        "IQ2_XS",
-        "IQ2_S",
-        "IQ3_XXS",
-        "IQ3_S",
-        "IQ4_NL",
-        "IQ4_XS",
-        "TQ1_0",
-        "TQ2_0",
-        "MXFP4",
-    ),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
 )
 
 __all__ = ["Checkpoint", "WeightReader"]
@@ -272,8 +260,10 @@ def _one_gguf_reader() -> Iterator[None]:
 
 
 def _drop_foreign_tokens(tokenizer: Any, path: Path) -> None:
-    """Take out added tokens that a GGUF does not have: transformers adds GPT-2's `<|endoftext|>` to every vocabulary of
-    bytes, and the model then has no logits for it."""
+    """Take out added tokens that a GGUF does not have.
+
+    transformers adds GPT-2's `<|endoftext|>` to every vocabulary of bytes, and the model has no logits for it.
+    """
     count = len(_gguf_file(str(path)).fields["tokenizer.ggml.tokens"].data)
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     kept = [token for token in settings["added_tokens"] if token["id"] < count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,20 +38,18 @@ class DataFile:
     ) -> None:
         self._file.close()
 
-    def take(self, model: ir.Model, names: Iterable[str] | None = None, on_tensor: Callable[[str], None] = id) -> None:
+    def take(self, model: ir.Model, names: Iterable[str] | None = None) -> None:
         """Write the values of initializers and let the graph refer to them, in place.
 
         Args:
             model: whose initializers have values.
             names: of those to write, None for all; written ones are left, and so are small ones.
-            on_tensor: called with the name of each one before it is written.
         """
         for name in list(model.graph.initializers if names is None else names):
             value = model.graph.initializers[name]
             tensor = value.const_value
             if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.nbytes < _LEAST:
                 continue
-            on_tensor(name)
             value.const_value = self._write(name, tensor)
 
     def _write(self, name: str, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
