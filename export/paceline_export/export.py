@@ -630,8 +630,8 @@ def _notes(checkpoint: Checkpoint, which: str) -> tuple[str, ...]:
     templates = checkpoint.tokenizer.chat_template
     if which == "target" and isinstance(templates, dict) and "default" not in templates:
         notes.append(
-            f"none of its chat templates ({', '.join(sorted(templates))}) is named 'default', so that chats have none; they "
-            f"lie in {_MORE_TEMPLATES}"
+            f"none of its chat templates ({', '.join(sorted(templates))}) is named 'default', so that chats have none; "
+            f"they lie in {_MORE_TEMPLATES}"
         )
     return tuple(notes)
 
