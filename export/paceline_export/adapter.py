@@ -7,6 +7,7 @@ ADAPTER/adapter_model.safetensors   base_model.model.MODULE.lora_A.weight       
                                     base_model.model.MODULE.lora_magnitude_vector  [rows], DoRA's
                                     base_model.model.MODULE.lora_embedding_A, _B   [r, ids], [width, r]
                                     base_model.model.MODULE.weight               trained in full (modules_to_save)
+                                    base_model.model.MODULE.base_layer.weight    what factors are added to, if given
 ```
 
 Merged, a weight `W [rows, columns]` is `W + s B A`, with `s = lora_alpha / r`, or `lora_alpha / √r` if rank-stabilised
@@ -60,7 +61,7 @@ _REFUSED = {
 class Change:
     """What an adapter does to one parameter: the names of its tensors, and the scale of the product.
 
-    `whole` is the tensor that replaces the parameter; else `a` and `b` are the factors, and `magnitude` is DoRA's.
+    `whole` is a tensor that replaces the parameter, `a` and `b` are factors of what is added, `magnitude` is DoRA's.
     """
 
     a: str | None = None
@@ -175,7 +176,7 @@ class AdaptedReader:
                     f"has {parameters[name]}. It was made for another model, or for one whose vocabulary was changed: "
                     "then merge it there (merge_and_unload) and export that."
                 )
-            if change.whole is None and change.embedding != isinstance(modules.get(name), torch.nn.Embedding):
+            if change.a is not None and change.embedding != isinstance(modules.get(name), torch.nn.Embedding):
                 kind = "an embedding" if change.embedding else "a linear layer"
                 raise CheckpointError(f"The adapter {self.adapter.name} takes {name!r} for {kind}, which it is not.")
             if change.embedding and change.magnitude is not None:
@@ -202,9 +203,9 @@ class AdaptedReader:
         if change is None:
             return self.reader.read(name)
         parts = self.adapter.tensors(change)
-        if "whole" in parts:
-            return parts["whole"]
-        weight = self.reader.read(name)
+        weight = parts["whole"] if "whole" in parts else self.reader.read(name)
+        if change.a is None:
+            return weight
         a, b = parts["a"], parts["b"]
         if change.embedding or name in self._transposed:
             merged = torch.addmm(weight, a.T, b.T, alpha=change.scale)  # [columns, rows]
@@ -223,8 +224,8 @@ class AdaptedReader:
     def _made_for(self, name: str, change: Change) -> tuple[int, ...]:
         """The shape of the parameter that a change was made for."""
         shapes = self.adapter.shapes
-        if change.whole is not None:
-            return shapes[change.whole]
+        if change.a is None:
+            return shapes[str(change.whole)]
         rows, columns = shapes[str(change.b)][0], shapes[str(change.a)][1]
         return (columns, rows) if change.embedding or name in self._transposed else (rows, columns)
 
@@ -287,7 +288,7 @@ def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tup
         raise CheckpointError(f"{folder / _WEIGHTS} holds no tensor.")
     for name, change in changes.items():
         _check_change(folder, name, change, shapes)
-        if change.whole is None:
+        if change.a is not None:
             rank = shapes[str(change.a)][0]
             alpha = _alpha(settings, name.removesuffix(".weight"))
             change.scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -295,10 +296,14 @@ def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tup
 
 
 def _check_change(folder: Path, name: str, change: Change, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a change has either a tensor for all of the parameter, or two factors that fit each other."""
-    if change.whole is not None and (change.a or change.b or change.magnitude):
+    """Check that a change has a tensor for all of the parameter, or two factors that fit each other.
+
+    Of an embedding or LM head with factors, peft may save the layer that they are added to as well.
+    """
+    has_factors = change.a is not None or change.b is not None or change.magnitude is not None
+    if change.whole is not None and has_factors and ".base_layer." not in change.whole:
         raise CheckpointError(f"{folder / _WEIGHTS} holds {name!r} in full and as low-rank factors; expected one.")
-    if change.whole is not None:
+    if not has_factors:
         return
     parts = [shapes[key] for key in (change.a, change.b) if key is not None]
     fits = len(parts) == 2 and all(len(shape) == 2 for shape in parts) and parts[0][0] == parts[1][1]

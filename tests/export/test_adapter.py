@@ -142,6 +142,14 @@ def test_an_embedding_gets_its_own_factors(base: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(weights.read("model.embed_tokens.weight")[token_id], expected)
 
 
+def test_factors_are_added_to_the_layer_that_came_with_them(base: Path, tmp_path: Path) -> None:
+    """As peft saves embeddings that it adapts."""
+    layer, tensors = torch.randn(272, 64), factors(("lm_head", 272, 64))
+    weights = reader(base, write(tmp_path / "lora", tensors | {f"{PREFIX}lm_head.base_layer.weight": layer}))
+    a, b = (tensors[f"{PREFIX}lm_head.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(weights.read("lm_head.weight"), layer + 2.0 * b @ a)
+
+
 def test_one_half_of_a_tied_pair_is_changed_alone(tied: Path, tmp_path: Path) -> None:
     """Beside its base model, an adapter of the LM head leaves the embedding as it is."""
     adapter = write(tmp_path / "lora", factors(("lm_head", 272, 64)))
