@@ -214,8 +214,8 @@ class AdaptedReader:
         if (magnitude := parts.get("magnitude")) is None:
             return merged
         across = 0 if name in self._transposed else 1
-        factor = magnitude.reshape(-1) / torch.linalg.vector_norm(merged, dim=across)
-        return merged * (factor if across == 0 else factor[:, None])
+        factor: torch.Tensor = magnitude.reshape(-1) / torch.linalg.vector_norm(merged, dim=across)
+        return merged.mul(factor if across == 0 else factor[:, None])
 
     def packed(self, name: str) -> PackedWeight | None:
         """The parameter in few bits, where the checkpoint holds it so and the adapter leaves it."""

@@ -82,7 +82,7 @@ def write_checkpoint(config: PreTrainedConfig, folder: Path, *, zeros: bool) -> 
         offsets = [sizes[-1], sizes[-1] + count]
         shards[-1][name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": offsets}
         sizes[-1] += count
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, (header, size) in enumerate(zip(shards, sizes, strict=True), 1):
         file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(header, file)

@@ -63,7 +63,7 @@ def reader(base: Path, adapter: Path) -> AdaptedReader:
 
 def model_with(base: Path, adapter: Path, scales: dict[str, float]) -> torch.nn.Module:
     """The base model in torch whose linear layers add `s B (A x)` as they run: nothing is merged."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     tensors = load_file(adapter / "adapter_model.safetensors")
     for module, scale in scales.items():
         a, b = (tensors[f"{PREFIX}{module}.lora_{part}.weight"] for part in "AB")
@@ -185,7 +185,7 @@ def test_dora_scales_rows_to_the_lengths_that_it_learned(base: Path, tmp_path: P
 def test_layers_stored_by_columns_are_merged_by_columns(tmp_path: Path) -> None:
     """GPT-2's linear layers hold `[columns, rows]`, which an adapter has to know (fan_in_fan_out)."""
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=40, n_positions=16)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     name = "transformer.h.0.attn.c_attn"
     adapter = Adapter.open(write(tmp_path / "lora", factors((name, 96, 32)), fan_in_fan_out=True))
 
@@ -194,7 +194,8 @@ def test_layers_stored_by_columns_are_merged_by_columns(tmp_path: Path) -> None:
             return tuple(model.get_parameter(name).shape)
 
         def read(self, name: str) -> torch.Tensor:
-            return model.get_parameter(name).detach()
+            weight: torch.Tensor = model.get_parameter(name).detach()
+            return weight
 
         def packed(self, name: str) -> None:
             return None

@@ -42,7 +42,7 @@ def graph(arrays: dict[str, np.ndarray]) -> ir.Model:
     return ir.Model(ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 21}, name="g"), ir_version=10)
 
 
-ARRAYS = {
+ARRAYS: dict[str, np.ndarray] = {
     "a": np.arange(100, dtype=np.float32),
     "small": np.arange(3),
     "b": np.arange(77, dtype=np.uint8).repeat(7),

@@ -49,7 +49,7 @@ def reader(path: Path) -> WeightReader:
 def random_blocks(kind: Kind, rows: int) -> Blocks:
     """Rows of random bytes that are numbers of a usual size, whatever the kind's scales are."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
-    found = np.random.default_rng(kind).integers(0, 256, (64 * rows * WIDTH // values, size), dtype=np.uint8)
+    found: Blocks = np.random.default_rng(kind).integers(0, 256, (64 * rows * WIDTH // values, size), dtype=np.uint8)
     with np.errstate(all="ignore"):
         numbers = gguf.dequantize(found, kind)
         found = found[(np.abs(numbers) < 1000).all(1) & (np.abs(numbers) > 1e-4).any(1)]
