@@ -150,6 +150,38 @@ def test_factors_are_added_to_the_layer_that_came_with_them(base: Path, tmp_path
     torch.testing.assert_close(weights.read("lm_head.weight"), layer + 2.0 * b @ a)
 
 
+def test_layers_beside_experts_are_merged_and_factors_of_one_expert_are_refused(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", transformers.MixtralConfig(**sizes(num_local_experts=4)))
+    assert any(".experts.1." in name for name in load_file(base / "model.safetensors"))  # the model has them stacked
+    adapter = write(tmp_path / "lora", factors((QUERY, 64, 64)))
+    export_bundle(resolve(str(base)), None, tmp_path / "bundle", precision="fp32", quality=False, adapter=adapter)
+    ids = [259, 5, 40, 7, 200, 31, 31, 2]
+    with torch.no_grad():
+        expected = model_with(base, adapter, {QUERY: 2.0})(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(graph_logits(tmp_path / "bundle", ids), expected, rtol=0, atol=2e-3)
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.mlp.experts.1.gate_proj.weight', one expert's layer"):
+        reader(base, write(tmp_path / "one", factors(("model.layers.0.mlp.experts.1.gate_proj", 96, 64))))
+
+
+def test_a_draft_of_the_first_layers_has_the_targets_adapter(base: Path, tmp_path: Path) -> None:
+    source, adapter = resolve(str(base)), write(tmp_path / "lora", factors((QUERY, 64, 64), (DOWN, 64, 96)))
+    report = export_bundle(
+        source, None, tmp_path / "bundle", precision="fp32", quality=False, adapter=adapter, draft_layers=1
+    )
+    stored = stored_weights(tmp_path / "bundle/draft/model.onnx")
+    torch.testing.assert_close(stored[f"{QUERY}.weight"], reader(base, adapter).read(f"{QUERY}.weight"))
+    assert f"{DOWN}.weight" not in stored
+    merged = [f"the adapter lora was merged into {count} weights" for count in (2, 1)]
+    assert [model.notes[-1] for model in report.models] == merged
+    bundle = Bundle.open(tmp_path / "bundle")
+    assert bundle.manifest.draft is not None
+    assert bundle.manifest.draft.source.adapter == bundle.manifest.target.source.adapter is not None
+    with pytest.raises(InvalidInputError, match="one that is cut from the target has the target's adapter"):
+        export_bundle(source, None, tmp_path / "other", draft_layers=1, draft_adapter=adapter)
+    with pytest.raises(InvalidInputError, match="is a bundle already, whose weights are stored"):
+        export_bundle(bundle, source, tmp_path / "other", adapter=adapter)
+
+
 def test_one_half_of_a_tied_pair_is_changed_alone(tied: Path, tmp_path: Path) -> None:
     """Beside its base model, an adapter of the LM head leaves the embedding as it is."""
     adapter = write(tmp_path / "lora", factors(("lm_head", 272, 64)))

@@ -25,6 +25,8 @@ from paceline_export.passes import weights as stored
 from paceline_export.passes.data_file import DataFile
 from paceline_export.source import resolve
 
+TOKENS = {name: sizes()[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -90,15 +92,15 @@ def test_weights_in_many_files_are_the_model(llama: Path, tmp_path: Path, monkey
     assert sum(len(step.token_ids) for step in steps) > 0
 
 
-@pytest.mark.parametrize(("precision", "flavor"), [("int4", "ort"), ("int8", "ort"), ("int4", "trt"), ("fp32", "ort")])
-def test_no_more_than_the_head_is_held_until_the_end(
-    precision: str, flavor: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is in memory of a model that is stored already, looked at whenever a projection was stored."""
-    held: list[int] = []
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Bytes in memory of each model that is stored already, looked at whenever a projection was stored."""
+    models: list[list[int]] = []
     store = stored.store_weights
 
-    def watched(model: ir.Model, *args: object, **options: object) -> object:
+    def store_watched(model: ir.Model, *args: object, **options: object) -> object:
+        held: list[int] = []
+        models.append(held)
+
         def look(name: str) -> None:
             tensors = (value.const_value for value in model.graph.initializers.values())
             held.append(
@@ -107,15 +109,49 @@ def test_no_more_than_the_head_is_held_until_the_end(
 
         return store(model, *args, **(options | {"on_weight": look}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("paceline_export.export.store_weights", watched)
+    monkeypatch.setattr("paceline_export.export.store_weights", store_watched)
+    return models
+
+
+@pytest.mark.parametrize(("precision", "flavor"), [("int4", "ort"), ("int8", "ort"), ("int4", "trt"), ("fp32", "ort")])
+def test_no_more_than_the_head_is_held_until_the_end(
+    precision: str, flavor: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = watched(monkeypatch)
     export_bundle(
         resolve(str(llama)), None, tmp_path / "bundle", precision=precision, flavor=flavor, quality=False,
         calibration="none" if precision == "int4" else None, block_size=32,
     )  # fmt: skip
+    (held,) = models
     assert len(held) == 2 * 7 + 2  # projections of two layers, the embedding and the head
     assert held[-1] < 272 * 64 * 2  # the head alone, in 8 bits with scales
     assert all(size == 0 for size in held[:-1])
     assert (held[-1] > 0) == (precision != "fp32")  # floats are read when they are written
+
+
+@pytest.mark.parametrize(
+    ("config", "projections"),
+    [
+        (transformers.MixtralConfig(**sizes(num_local_experts=2)), 2 * (4 + 1 + 2 * 2)),  # one of them a router
+        (transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **TOKENS), 2 * 4),  # by columns
+    ],
+    ids=lambda given: getattr(given, "model_type", ""),
+)
+def test_experts_weights_by_columns_and_cut_heads_go_to_disk_too(
+    config: transformers.PreTrainedConfig, projections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(str(tiny_checkpoint(tmp_path / "model", config)))
+    models = watched(monkeypatch)
+    export_bundle(source, source, tmp_path / "bundle", precision="int8", draft_vocab=64, quality=False)
+    tied = config.tie_word_embeddings
+    for held in models:
+        assert len(held) == projections + (1 if tied else 2)  # the head, and the embedding where it is another
+        assert all(size == 0 for size in held[:-1])
+        assert held[-1] > 0
+    bundle = Bundle.open(tmp_path / "bundle", verify_hashes=True)
+    assert bundle.manifest.draft is not None
+    assert bundle.manifest.draft.vocab_size == 64
+    assert check_bundle(bundle).passed
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)

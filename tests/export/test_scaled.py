@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,15 @@ def model(tmp_path: Path) -> Path:
 
 
 def scale_down(
-    folder: Path, settings: dict[str, Any], part: str, store: Callable[[torch.Tensor], Stored]
+    folder: Path,
+    settings: dict[str, Any],
+    part: str,
+    store: Callable[[torch.Tensor], Stored],
+    chosen: str = r"_proj\.weight$",
 ) -> dict[str, Stored]:
     """Store a checkpoint's projections in 8 bits, in place; the LM head stays. Returns them by their names."""
     weights = load_file(folder / "model.safetensors")
-    stored = {name: store(weights[name]) for name in weights if name.endswith("_proj.weight")}
+    stored = {name: store(weights[name]) for name in weights if re.search(chosen, name)}
     for name, (weight, scale) in stored.items():
         weights[name] = weight
         weights[f"{name.removesuffix('.weight')}.{part}"] = scale.contiguous()
@@ -172,6 +177,27 @@ def test_they_are_exported_in_any_precision(precision: str, model: Path) -> None
     if precision == "fp32":
         for name, tensor in stored_weights(bundle.root / "target/model.onnx").items():
             torch.testing.assert_close(tensor, weights.read(name), rtol=0, atol=0)
+
+
+def test_experts_are_stacked_as_what_their_numbers_stand_for(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", transformers.MixtralConfig(**sizes(num_local_experts=2)))
+    names = [f"model.layers.1.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
+    plain = [reader(folder).read(name) for name in names]
+    settings, part, store, error = CASES["fp8, blocks"]
+    stored = scale_down(folder, settings, part, store, r"\.experts\.\d+\.w[123]\.weight$")
+    assert len(stored) == 2 * 2 * 3
+    weights = reader(folder)
+    for name, original in zip(names, plain, strict=True):
+        assert weights.shape(name) == tuple(original.shape)
+        assert 0 < (weights.read(name) - original).abs().max() <= error * original.abs().max()
+    one = stored["model.layers.1.block_sparse_moe.experts.1.w2.weight"]
+    assert float(weights.read(names[1])[1, 40, 70]) == pytest.approx(number(one, 40, 70), rel=1e-6)
+    assert weights.packed(names[1]) is None
+    numbers = load_file(folder / "model.safetensors")
+    numbers["model.layers.1.block_sparse_moe.experts.1.w2.weight"] = torch.zeros(2, 3, 4).to(E4M3)
+    save_file(numbers, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts.1.w2.weight' is stored in 8 bits with the shape \(2, 3, 4\)"):
+        reader(folder).shape(names[1])
 
 
 @pytest.mark.parametrize(
