@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
@@ -29,14 +31,22 @@ from transformers import (
 from paceline.bundle import Bundle
 from paceline.errors import CheckpointError
 
+from .adapter import AdaptedReader, Adapter
 from .conversion import Conversions
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
+from .quantize.scaled import SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
 from .source import Source
 from .weights import read_json
 
 _CHUNK = 1 << 24  # elements
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _GGUFReader = gguf.GGUFReader
+# Those that gguf unpacks to what they stand for; others are integers, or have a scale in a tensor beside them (NVFP4).
+_GGUF_KINDS = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
+)
 
 __all__ = ["Checkpoint", "WeightReader"]
 
@@ -56,13 +66,15 @@ class WeightReader(Protocol):
 
 @dataclass(slots=True)
 class SafetensorsReader:
-    """Reads from the safetensors files of a folder, memory-mapped."""
+    """Reads from the safetensors files of a folder, mapping a file for as long as a tensor is read."""
 
     files: tuple[Path, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     packing: Packing | None = None
+    scaling: Scaling | None = None
     model: Any = None  # of transformers, without storage: says what parameters under other names are made of
     _where: dict[str, Any] = field(init=False, default_factory=dict)
+    _paths: dict[str, Path] = field(init=False, default_factory=dict)
     _conversions: Conversions | None = field(init=False, default=None)
     _stack: ExitStack = field(init=False, default_factory=ExitStack)
 
@@ -73,6 +85,7 @@ class SafetensorsReader:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read ({error}). Copy or download it again in full.") from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
+            self._paths.update(dict.fromkeys(handle.keys(), path))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the parameter.
@@ -83,21 +96,12 @@ class SafetensorsReader:
         if self.packing is not None and (module := self._packed_module(name)) is not None:
             shapes = {part: tuple(self._slice(stored).get_shape()) for part, stored in self._parts(module).items()}
             return packed_shape(self.packing, module, shapes)
-
-        def shape(stored: str) -> tuple[int, ...]:
-            tensor = self._slice(stored)
-            if tensor.get_dtype() not in _FLOATS:
-                raise CheckpointError(
-                    f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
-                    "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF "
-                    "file."
-                )
-            return tuple(tensor.get_shape())
-
         if (made := self._made(name)) is not None:
             made_as, conversions = made
-            return tuple(conversions.make(made_as, lambda stored: torch.empty(shape(stored), device="meta")).shape)
-        return shape(self._stored_name(name))
+            return tuple(
+                conversions.make(made_as, lambda stored: torch.empty(self._shape(stored), device="meta")).shape
+            )
+        return self._shape(self._stored_name(name))
 
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
@@ -107,15 +111,10 @@ class SafetensorsReader:
         """
         if (packed := self.packed(name)) is not None:
             return unpacked(packed)
-
-        def read(stored: str) -> torch.Tensor:
-            tensor: torch.Tensor = self._where[stored].get_tensor(stored)
-            return tensor.to(torch.float32)
-
         if (made := self._made(name)) is not None:
             made_as, conversions = made
-            return conversions.make(made_as, read)
-        return read(self._stored_name(name))
+            return conversions.make(made_as, self._read)
+        return self._read(self._stored_name(name))
 
     def packed(self, name: str) -> PackedWeight | None:
         """The parameter's own levels, zero points and scales, or None where they are not what the checkpoint holds.
@@ -126,8 +125,53 @@ class SafetensorsReader:
         if self.packing is None or (module := self._packed_module(name)) is None:
             return None
         parts = self._parts(module)
-        return repack(
-            self.packing, module, {part: self._where[stored].get_tensor(stored) for part, stored in parts.items()}
+        return repack(self.packing, module, {part: self._tensor(stored) for part, stored in parts.items()})
+
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        """Shape of a stored tensor, which is of floating-point numbers, or of others with scales."""
+        tensor = self._slice(stored)
+        shape = tuple(tensor.get_shape())
+        scaled = self._scale_name(stored) is not None
+        if not scaled and tensor.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
+                "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF file."
+            )
+        if scaled and len(shape) != 2:
+            raise CheckpointError(
+                f"The tensor {stored!r} is stored in 8 bits with the shape {shape}; expected rows and columns. Export "
+                "the unquantised checkpoint of this model, or a GGUF file."
+            )
+        return shape
+
+    def _read(self, stored: str) -> torch.Tensor:
+        """A stored tensor as float32, times its scales where it has some."""
+        if self.scaling is not None and (scale := self._scale_name(stored)) is not None:
+            module = stored.removesuffix(".weight")
+            return unscaled(module, self._tensor(stored), self._tensor(scale), self.scaling.block)
+        return self._tensor(stored).to(torch.float32)
+
+    def _tensor(self, stored: str) -> torch.Tensor:
+        """A tensor as it is stored, over a mapping of its own that ends with it.
+
+        Pages of one mapping for all tensors would count as this process's memory until the last one is read.
+        """
+        with safe_open(str(self._paths[stored]), framework="pt") as handle:
+            tensor: torch.Tensor = handle.get_tensor(stored)
+            return tensor
+
+    def _scale_name(self, stored: str) -> str | None:
+        """The stored name of the scales of a weight of 8 bits; None for a weight that is no such."""
+        module = stored.removesuffix(".weight")
+        if self.scaling is None or module == stored or self._slice(stored).get_dtype() not in SCALED_KINDS:
+            return None
+        found = [name for part in SCALE_NAMES if (name := f"{module}.{part}") in self._where]
+        if len(found) == 1:
+            return found[0]
+        raise CheckpointError(
+            f"The tensor {stored!r} is stored in 8 bits ({self._slice(stored).get_dtype()}) with "
+            f"{'two tensors' if found else 'no tensor'} of scales; expected one of "
+            f"{', '.join(f'{module}.{part}' for part in SCALE_NAMES)}. The checkpoint is incomplete or of another kind."
         )
 
     def _packed_module(self, name: str) -> str | None:
@@ -166,7 +210,8 @@ class SafetensorsReader:
         if self.model is None or any(each in self._where for each in names):
             return None
         if self._conversions is None:
-            self._conversions = Conversions(self._where, self.model)
+            scales = tuple(f".{part}" for part in SCALE_NAMES) if self.scaling is not None else ()
+            self._conversions = Conversions((key for key in self._where if not key.endswith(scales)), self.model)
         conversions = self._conversions
         return next(((each, conversions) for each in names if conversions.sources(each)), None)
 
@@ -191,6 +236,7 @@ class GgufReader:
             get_gguf_hf_weights_map,
         )
 
+        self._path = path
         reader = _gguf_file(str(path))
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
@@ -203,9 +249,15 @@ class GgufReader:
         """Shape of the parameter.
 
         Raises:
-            CheckpointError: the file does not hold it.
+            CheckpointError: the file does not hold it, or in blocks that cannot be read.
         """
-        return _shape(self._tensor(name))
+        tensor = self._tensor(name)
+        if (kind := tensor.tensor_type.name) not in _GGUF_KINDS:
+            raise CheckpointError(
+                f"The GGUF file holds {tensor.name!r} in blocks of the type {kind}; expected one of "
+                f"{', '.join(_GGUF_KINDS)}. Take another file of this model, such as Q8_0 or Q4_K_M."
+            )
+        return _shape(tensor)
 
     def read(self, name: str) -> torch.Tensor:
         """The parameter as float32.
@@ -215,7 +267,7 @@ class GgufReader:
         """
         tensor = self._tensor(name)
         result = self._processor.process(
-            weights=_unpack(tensor), name=tensor.name, tensor_key_mapping=self._map, parsed_parameters={}
+            weights=_unpack(self._path, tensor), name=tensor.name, tensor_key_mapping=self._map, parsed_parameters={}
         )
         return torch.from_numpy(np.ascontiguousarray(result.weights, np.float32))
 
@@ -246,21 +298,39 @@ def _one_gguf_reader() -> Iterator[None]:
         gguf.GGUFReader = _GGUFReader
 
 
+def _drop_foreign_tokens(tokenizer: Any, path: Path) -> None:
+    """Take out added tokens that a GGUF does not have.
+
+    transformers adds GPT-2's `<|endoftext|>` to every vocabulary of bytes, and the model has no logits for it.
+    """
+    count = len(_gguf_file(str(path)).fields["tokenizer.ggml.tokens"].data)
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in settings["added_tokens"] if token["id"] < count]
+    if len(kept) < len(settings["added_tokens"]):
+        tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings | {"added_tokens": kept}))
+
+
 def _shape(tensor: Any) -> tuple[int, ...]:
     """Shape of a GGUF tensor, which the file gives in reverse."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def _unpack(tensor: Any) -> NDArray[np.float32]:
-    """Dequantise a GGUF tensor, some rows at a time, since its blocks are held in several copies meanwhile."""
-    shape = _shape(tensor)
-    weights = np.empty(shape, np.float32)
+def _unpack(path: Path, tensor: Any) -> NDArray[np.float32]:
+    """Read and dequantise a GGUF tensor, some rows at a time, since its blocks are held in several copies meanwhile.
+
+    Read, not mapped: pages of the mapping that the file's header was read from would stay this process's memory.
+    """
+    shape, stored = _shape(tensor), tensor.data
     if len(shape) < 2:
-        weights[...] = gguf.dequantize(tensor.data, tensor.tensor_type)
-        return weights
+        return np.array(gguf.dequantize(stored, tensor.tensor_type), np.float32).reshape(shape)
+    weights = np.empty(shape, np.float32)
     step = max(1, _CHUNK // int(np.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        weights[start : start + step] = gguf.dequantize(tensor.data[start : start + step], tensor.tensor_type)
+    with path.open("rb") as file:
+        file.seek(int(tensor.data_offset))
+        for start in range(0, shape[0], step):
+            part = weights[start : start + step]
+            blocks = np.fromfile(file, stored.dtype, len(part) * stored[0].size).reshape(len(part), *stored.shape[1:])
+            part[...] = gguf.dequantize(blocks, tensor.tensor_type)
     return weights
 
 
@@ -269,7 +339,9 @@ class Checkpoint:
     """A checkpoint that is present on disk.
 
     `end_tokens` are the ids that its settings say end a text; None where no settings came with it, as in a GGUF file.
-    `packing` tells how projections are packed that the checkpoint holds quantised; None where it holds none.
+    `packing` tells how projections are packed that the checkpoint holds quantised, and `scaling` how those are
+    scaled that it holds in 8 bits; None where it holds none. `adapter` is merged into the weights as they are read.
+    `has_tied_head` says that the checkpoint's LM head is its embedding table; an adapter may make two of them.
     """
 
     source: Source
@@ -278,25 +350,36 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     end_tokens: frozenset[int] | None
     packing: Packing | None = None
+    scaling: Scaling | None = None
+    adapter: Adapter | None = None
+    has_tied_head: bool = False
 
     @classmethod
-    def open(cls, source: Source) -> Checkpoint:
+    def open(cls, source: Source, adapter: Path | None = None) -> Checkpoint:
         """Read configuration and tokenizer; weights stay on disk.
 
+        Args:
+            source: of the checkpoint.
+            adapter: folder of a LoRA adapter that was trained on it, in the format of the package `peft`.
+
         Raises:
-            CheckpointError: an unknown architecture, sizes that no decoder has, no fast tokenizer, or settings that
-                make no sense.
+            CheckpointError: an unknown architecture, sizes that no decoder has, no fast tokenizer, settings that
+                make no sense, or an adapter that cannot be merged.
         """
+        opened = Adapter.open(adapter) if adapter is not None else None
         file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         try:
             with _one_gguf_reader():
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
+                if source.gguf_file:
+                    _drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
-        packing = None
+        packing = scaling = None
         if not source.gguf_file and (settings := getattr(config, "quantization_config", None)):
-            packing = Packing.from_config(source.name, settings)
+            scaling = Scaling.from_config(source.name, settings)
+            packing = Packing.from_config(source.name, settings) if scaling is None else None
             del config.quantization_config  # what is built from the configuration holds plain weights
         if not getattr(tokenizer, "is_fast", False):
             raise CheckpointError(f"{source.name}: only tokenizers with a tokenizer.json form are supported.")
@@ -308,6 +391,12 @@ class Checkpoint:
                 f"{source.name}: the chat_template of its tokenizer is {template!r:.80}; expected a text that "
                 "UTF-8 can hold, or such texts by name. Take tokenizer_config.json from where the checkpoint came from."
             )
+        names = template if isinstance(template, dict) else ()
+        if odd := [name for name in names if not re.fullmatch(r"[\w.-]{1,64}", name)]:
+            raise CheckpointError(
+                f"{source.name}: a chat template of its tokenizer is named {odd[0]!r:.80}; expected letters, digits, "
+                "'_', '-' and '.', since it becomes the name of a file. Rename it in tokenizer_config.json."
+            )
         path = source.folder / "generation_config.json"
         if path.is_file():
             generation = read_json(path)
@@ -316,7 +405,15 @@ class Checkpoint:
             generation = GenerationConfig.from_model_config(config).to_diff_dict()
             # transformers takes these, too; a GGUF keeps one end token of several, so there they say too little.
             stated = None if source.gguf_file else _end_tokens(source.folder / "config.json", generation)
-        return cls(source, config, tokenizer, generation, stated, packing)
+        if opened is not None and packing is not None:
+            raise CheckpointError(
+                f"{source.name} is quantised already ({packing.method}), and merging {opened.name} would quantise it "
+                "anew. Name the unquantised checkpoint of this model as the source."
+            )
+        has_tied_head = bool(config.tie_word_embeddings)
+        if opened is not None and has_tied_head and opened.changes.keys() & _tied_names(config):
+            config.tie_word_embeddings = False
+        return cls(source, config, tokenizer, generation, stated, packing, scaling, opened, has_tied_head)
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, draft: Checkpoint | None = None) -> Checkpoint:
@@ -364,14 +461,25 @@ class Checkpoint:
         if isinstance(window := getattr(config, "max_window_layers", None), int):
             config.max_window_layers = min(window, count)
         source = dataclasses.replace(self.source, name=f"{self.source.name}, first {count} of {whole} layers")
-        return dataclasses.replace(self, source=source, config=config)
+        adapter = self.adapter.first_layers(count) if self.adapter is not None else None
+        return dataclasses.replace(self, source=source, config=config, adapter=adapter)
 
     def weights(self, model: torch.nn.Module) -> WeightReader:
         """A reader for the parameters of `model`, which needs no storage of its own."""
-        tied = dict(getattr(model, "_tied_weights_keys", None) or {}) if self.config.tie_word_embeddings else {}
+        tied = dict(getattr(model, "_tied_weights_keys", None) or {}) if self.has_tied_head else {}
+        reader: WeightReader
         if self.source.gguf_file:
-            return GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
-        return SafetensorsReader(self.source.weight_files, tied, self.packing, model)
+            reader = GgufReader(self.source.folder / self.source.gguf_file, model, self.config, tied)
+        else:
+            reader = SafetensorsReader(self.source.weight_files, tied, self.packing, self.scaling, model)
+        return reader if self.adapter is None else AdaptedReader(reader, self.adapter, model)
+
+
+def _tied_names(config: PreTrainedConfig) -> set[str]:
+    """Names of the parameters that are one where a model of this configuration has a tied head."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    names = getattr(kind, "_tied_weights_keys", None) or {}
+    return {*names, *names.values()}
 
 
 def _check_sizes(name: str, config: PreTrainedConfig) -> None:

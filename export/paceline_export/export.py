@@ -24,6 +24,7 @@ import paceline
 from paceline.bundle import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    AdapterEntry,
     Bundle,
     FileEntry,
     LogitIdsEntry,
@@ -41,6 +42,7 @@ from .calibrate.calibrate import Recipe
 from .calibrate.layers import NotLayerwiseError
 from .calibrate.quality import is_possible, measure
 from .calibrate.run import Pass, run_layers
+from .calibrate.shelf import Shelf
 from .calibrate.texts import calibration_ids, held_out_ids
 from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint, WeightReader
@@ -48,6 +50,7 @@ from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
 from .other_tokenizer import DEFAULT_METHOD, METHODS, OtherTokenizer
 from .pair import check_widths, token_texts, tokenizer_difference
+from .passes.data_file import DataFile
 from .passes.lm_head import cut_lm_head
 from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
@@ -60,8 +63,12 @@ from .source import Source
 __all__ = ["CALIBRATIONS", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
 
 CALIBRATIONS = ("gptq", "none")
+_LEAST_FILE = 1_000_000  # bytes; with less, a large model would be thousands of files
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+
+_SHELF = "calibrated"  # a folder while a model is written: weights that were quantised, and are not in its graph yet
+_MORE_TEMPLATES = "additional_chat_templates"  # as transformers names the folder
 
 _OnProgress = Callable[[str, float], None]
 
@@ -112,6 +119,9 @@ def export_bundle(
     calibration: str | None = None,
     draft_calibration: str | None = None,
     quality: bool = True,
+    adapter: Path | None = None,
+    draft_adapter: Path | None = None,
+    max_file_size: int | None = None,
     overwrite: bool = False,
     on_progress: _OnProgress | None = None,
 ) -> ExportReport:
@@ -129,7 +139,7 @@ def export_bundle(
         draft_method: how a draft with another tokenizer proposes, one of `other_tokenizer.METHODS`; None takes what
             that module says is best.
         draft_layers: cut the draft down to so many of its first layers, its norm and its head; without a draft, the
-            target itself.
+            target itself, with its adapter.
         max_length: largest number of positions; None means the model's own, at most the flavour's
             `default_max_length`.
         block_size: values that share a scale in quantised projections.
@@ -138,6 +148,10 @@ def export_bundle(
         draft_calibration: of the draft; None means `none`.
         quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
             pool of ONNX Runtime, which a later `paceline.load` in the same process shares.
+        adapter: folder of a LoRA adapter that was trained on the target, which is merged into it.
+        draft_adapter: one that was trained on the draft.
+        max_file_size: bytes of one file of weights, at least 1,000,000; more files are written where a model has more.
+            None means one file for each model, of any size.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -150,7 +164,7 @@ def export_bundle(
     started = time.perf_counter()
     ready = target if isinstance(target, Bundle) else None
     if ready is not None:
-        _check_ready(ready, draft, flavor, calibration)
+        _check_ready(ready, draft, flavor, calibration, adapter)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -165,6 +179,8 @@ def export_bundle(
         calibration=calibration,
         draft_calibration=draft_calibration,
         quality=quality,
+        draft_adapter=draft_adapter,
+        max_file_size=max_file_size,
         overwrite=overwrite,
     )
     out = Path(out)
@@ -174,9 +190,11 @@ def export_bundle(
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
-    smaller = Checkpoint.open(draft) if draft is not None else None
+    smaller = Checkpoint.open(draft, draft_adapter) if draft is not None else None
     checkpoints = {
-        "target": Checkpoint.of_bundle(target, smaller) if isinstance(target, Bundle) else Checkpoint.open(target)
+        "target": Checkpoint.of_bundle(target, smaller)
+        if isinstance(target, Bundle)
+        else Checkpoint.open(target, adapter)
     }
     check_widths(checkpoints["target"])
     if draft_layers is not None:
@@ -202,6 +220,8 @@ def export_bundle(
                     "calibrate; leave the calibration out."
                 )
     tokenizers = {which: _tokenizer_entry(checkpoint) for which, checkpoint in checkpoints.items()}
+    if ready is not None:
+        tokenizers["target"] = ready.manifest.tokenizer
     other = None
     if difference is not None:
         both = tokenizers["target"], tokenizers["draft"]
@@ -221,6 +241,15 @@ def export_bundle(
 
     checked = {which: _check_weights(checkpoint, lengths[which]) for which, checkpoint in exported.items()}
     weights = {which: count for which, (_, count) in checked.items()}
+    _check_room(
+        out,
+        sum(
+            count * _least_bits(checkpoints[which], formats[which]) // 8
+            for which, count in weights.items()
+            if which == "target" or logit_ids is None  # what a cut head saves is left open
+        )
+        + sum(entry.size for entry in (_taken_files(ready).values() if ready is not None else ())),
+    )
     traces: dict[str, Trace] = {}
     for which, checkpoint in exported.items():  # before what takes long: it tells what cannot be expressed
         report(f"{which}: trace", 0.02 + 0.02 * len(traces))
@@ -246,6 +275,7 @@ def export_bundle(
             passed, found, layers_seconds[which] = _run_layers(
                 checkpoint,
                 checked[which][0],
+                folder,
                 made_for,
                 formats[which],
                 lengths[which],
@@ -267,9 +297,16 @@ def export_bundle(
                 block_size,
                 logit_ids if which == "draft" else None,
                 passed,
+                max_file_size,
                 within,
             )
-            notes[which] = (*_length_notes(checkpoint, lengths[which], max_length), *found, *left)
+            notes[which] = (
+                *_length_notes(checkpoint, lengths[which], max_length),
+                *found,
+                *left,
+                *_notes(checkpoint, which),
+            )
+            shutil.rmtree(folder / _SHELF, ignore_errors=True)
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
         tokenizer = tokenizers["target"]
@@ -321,7 +358,9 @@ def export_bundle(
     )
 
 
-def _check_ready(target: Bundle, draft: Source | None, flavor: str, calibration: str | None) -> None:
+def _check_ready(
+    target: Bundle, draft: Source | None, flavor: str, calibration: str | None, adapter: Path | None
+) -> None:
     """Refuse what cannot be honoured where the target has been exported already."""
     if draft is None:
         raise InvalidInputError(
@@ -337,6 +376,11 @@ def _check_ready(target: Bundle, draft: Source | None, flavor: str, calibration:
             f"calibration={calibration!r} is for a target that is exported, and {target.root} is a bundle already; "
             "leave it out."
         )
+    if adapter is not None:
+        raise InvalidInputError(
+            f"adapter={os.fspath(adapter)!r} is for a target that is exported, and {target.root} is a bundle already, "
+            "whose weights are stored: name the target's checkpoint."
+        )
 
 
 def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
@@ -344,17 +388,22 @@ def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
 
     Links would save the room, but onnx-ir reads no weights from a file with several names.
     """
-    of_draft = {engine.path for engine in bundle.manifest.engines if engine.model == "draft"}
-    files = {
-        name: entry
-        for name, entry in bundle.manifest.files.items()
-        if not name.startswith(("draft/", "sampler/")) and name not in of_draft
-    }
+    files = _taken_files(bundle)
     for name in files:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(bundle.root / name, path)
     return files
+
+
+def _taken_files(bundle: Bundle) -> dict[str, FileEntry]:
+    """The files that belong to a bundle's target, by their names."""
+    of_draft = {engine.path for engine in bundle.manifest.engines if engine.model == "draft"}
+    return {
+        name: entry
+        for name, entry in bundle.manifest.files.items()
+        if not name.startswith(("draft/", "sampler/")) and name not in of_draft
+    }
 
 
 def check_arguments(
@@ -372,6 +421,8 @@ def check_arguments(
     calibration: str | None = None,
     draft_calibration: str | None = None,
     quality: bool = True,
+    draft_adapter: str | os.PathLike[str] | None = None,
+    max_file_size: int | None = None,
     overwrite: bool,
 ) -> None:
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
@@ -394,11 +445,18 @@ def check_arguments(
         ("calibration", calibration, (str, type(None))),
         ("draft_calibration", draft_calibration, (str, type(None))),
         ("quality", quality, (bool,)),
+        ("draft_adapter", draft_adapter, (str, os.PathLike, type(None))),
+        ("max_file_size", max_file_size, (int, type(None))),
         ("overwrite", overwrite, (bool,)),
     ):
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise InvalidInputError(f"{name} must be of type {expected}, got {value!r:.80}.")
+    if draft_adapter is not None and not has_draft:
+        raise InvalidInputError(
+            f"draft_adapter={os.fspath(draft_adapter)!r} is for a draft model, and there is none"
+            + ("; one that is cut from the target has the target's adapter." if draft_layers is not None else ".")
+        )
     if draft_layers is not None:
         if draft_layers < 1:
             raise InvalidInputError(f"draft_layers must be at least 1, got {draft_layers}.")
@@ -421,6 +479,8 @@ def check_arguments(
             raise InvalidInputError(f"draft_vocab={draft_vocab} is for a draft model, and there is none.")
     if draft_calibration is not None and not has_draft:
         raise InvalidInputError(f"draft_calibration={draft_calibration!r} is for a draft model, and there is none.")
+    if max_file_size is not None and max_file_size < _LEAST_FILE:
+        raise InvalidInputError(f"max_file_size must be at least {_LEAST_FILE} bytes, got {max_file_size}.")
     for which, chosen, stored in (
         ("calibration", calibration, precision),
         ("draft_calibration", draft_calibration, draft_precision or precision),
@@ -473,6 +533,28 @@ def _check_out(out: str | os.PathLike[str], overwrite: bool) -> None:
         raise InvalidInputError(
             f"{out} cannot be made: no folder can be made in {above} ({error.strerror}); choose another place."
         ) from error
+
+
+def _check_room(out: Path, least: int) -> None:
+    """Check that the disk has room for a bundle of at least so many bytes, before hours of work rather than after.
+
+    Raises:
+        PacelineError: it has not.
+    """
+    real = Path(os.path.realpath(out))
+    free = shutil.disk_usage(next(folder for folder in real.parents if folder.is_dir())).free
+    if free < least:
+        raise PacelineError(
+            f"The disk is too full for this bundle: it needs more than {least / 1e9:.1f} GB at {real.parent}, where "
+            f"{free / 1e9:.1f} GB are free. Free some space, or choose another disk or fewer bits."
+        )
+
+
+def _least_bits(checkpoint: Checkpoint, stored: WeightFormat) -> int:
+    """The least number of bits that a parameter takes."""
+    if stored.bits is None:
+        return {"float32": 32}.get(stored.dtype, 16)
+    return stored.bits if checkpoint.packing is None else min(stored.bits, checkpoint.packing.bits)
 
 
 def _max_length(
@@ -546,6 +628,7 @@ def _stored_format(checkpoint: Checkpoint, which: str, flavor: Flavor, precision
 def _run_layers(
     checkpoint: Checkpoint,
     reader: WeightReader,
+    folder: Path,
     flavor: Flavor,
     stored: WeightFormat,
     max_length: int,
@@ -573,6 +656,7 @@ def _run_layers(
     passed = Pass({}, {}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
+        (folder / _SHELF).mkdir()
         about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
         try:
             passed = run_layers(
@@ -581,6 +665,7 @@ def _run_layers(
                 recipe,
                 calibration=calibration_ids(*about) if wanted else None,
                 held_out=held_out_ids(*about) if quality else None,
+                shelf=Shelf(folder / _SHELF),
                 on_progress=lambda share: report(stage, 0.6 * share),
             )
         except NotLayerwiseError as error:
@@ -613,6 +698,7 @@ def _export_model(
     block_size: int,
     logit_ids: NDArray[np.int32] | None,
     passed: Pass,
+    max_file_size: int | None,
     report: _OnProgress,
 ) -> tuple[ModelEntry, tuple[str, ...]]:
     """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these.
@@ -629,32 +715,35 @@ def _export_model(
         report("store weights", 0.6 + 0.25 * min(1.0, stored_count / names))
 
     report("store weights", 0.6)
-    weights = store_weights(
-        traced.model,
-        reader,
-        stored,
-        block_size,
-        nodes=flavor.weights,
-        embedding=traced.embedding,
-        attention=traced.attention,
-        constants=traced.constants,
-        calibrated=passed.calibrated,
-        ranges=passed.ranges,
-        on_weight=on_weight,
-    )
-    report("write", 0.85)
     path = folder / which / "model.onnx"
     path.parent.mkdir()
     kept = None
-    if logit_ids is not None:
-        cut_lm_head(traced.model, logit_ids, embedding=traced.embedding)
-        kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
-        np.save(folder / kept.path, logit_ids, allow_pickle=False)
-    flavor.finish_stored(traced.model)
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
+    with DataFile(path.with_name("model.onnx.data"), max_file_size) as data:
+        weights = store_weights(
+            traced.model,
+            reader,
+            stored,
+            block_size,
+            nodes=flavor.weights,
+            embedding=traced.embedding,
+            attention=traced.attention,
+            constants=traced.constants,
+            calibrated=passed.calibrated,
+            ranges=passed.ranges,
+            data=data,
+            on_weight=on_weight,
+        )
+        if logit_ids is not None:
+            cut_lm_head(traced.model, logit_ids, embedding=traced.embedding)
+            kept = LogitIdsEntry(f"{which}/logit_ids.npy", traced.vocab_size)
+            np.save(folder / kept.path, logit_ids, allow_pickle=False)
+        flavor.finish_stored(traced.model)
+        report("write", 0.85)
+        data.take(traced.model)
     try:
-        ir.save(traced.model, path, external_data="model.onnx.data")
-    except ir.serde.SerdeError as error:
+        ir.save(traced.model, path)
+    except ir.serde.SerdeError as error:  # of weights so small that they lie in the graph itself
         raise _reason(error) from error
     flavor.after_saving(path)
     # The architecture's settings, for `paceline check` and for a reader; the runtime does not need them.
@@ -676,7 +765,14 @@ def _export_model(
         kv_dtype=cast(Literal["float32", "float16", "bfloat16"], stored.dtype),
         inputs=_specs(traced, traced.model.graph.inputs),
         outputs=_specs(traced, traced.model.graph.outputs),
-        source=SourceEntry(source.name, source.kind, source.sha256()),
+        source=SourceEntry(
+            source.name,
+            source.kind,
+            source.sha256(),
+            adapter=None
+            if checkpoint.adapter is None
+            else AdapterEntry(checkpoint.adapter.name, checkpoint.adapter.sha256()),
+        ),
         logit_ids=kept,
         calibration="gptq" if passed.calibrated else "ranges" if passed.ranges else None,
         mixed_bits=weights.mixed_bits or None,
@@ -685,6 +781,24 @@ def _export_model(
         return entry, weights.notes
     report("measure quality", 0.93)
     return dataclasses.replace(entry, quality=measure(path, entry, passed.reference)), weights.notes
+
+
+def _notes(checkpoint: Checkpoint, which: str) -> tuple[str, ...]:
+    """What to tell of an adapter that was merged, and of chat templates."""
+    notes = []
+    if (adapter := checkpoint.adapter) is not None:
+        notes.append(f"the adapter {adapter.name} was merged into {len(adapter.changes)} weights")
+        if checkpoint.has_tied_head and not checkpoint.config.tie_word_embeddings:
+            notes.append(
+                "its LM head and its embedding, which were one, are stored as two, for the adapter changes one"
+            )
+    templates = checkpoint.tokenizer.chat_template
+    if which == "target" and isinstance(templates, dict) and "default" not in templates:
+        notes.append(
+            f"none of its chat templates ({', '.join(sorted(templates))}) is named 'default', so that chats have none; "
+            f"they lie in {_MORE_TEMPLATES}"
+        )
+    return tuple(notes)
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -710,10 +824,11 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """Write tokenizer, chat template and generation settings."""
     tokenizer = checkpoint.tokenizer
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    if template := tokenizer.chat_template:
-        text = template if isinstance(template, str) else template.get("default")
-        if text:
-            (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+    template = tokenizer.chat_template or {}
+    for name, text in ({"default": template} if isinstance(template, str) else template).items():
+        path = folder / ("chat_template.jinja" if name == "default" else f"{_MORE_TEMPLATES}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     settings = json.dumps(dict(checkpoint.generation_config), indent=1)
     (folder / "generation_config.json").write_text(settings + "\n", encoding="utf-8")
 
@@ -730,6 +845,9 @@ def _tokenizer_entry(checkpoint: Checkpoint) -> TokenizerEntry:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_ids=_end_tokens(checkpoint, texts),
         pad_token_id=tokenizer.pad_token_id,
+        special_tokens={
+            name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)
+        },
     )
 
 

@@ -49,7 +49,7 @@ def missing_weights(names: Iterable[str]) -> str:
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) writes model.safetensors."
         )
     if "adapter_config.json" in names:
-        return "holds only an adapter; merge it into its base model (merge_and_unload) and save that as Safetensors."
+        return "holds only an adapter; name its base model as the source, and this folder with --adapter."
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         return f"has no model.safetensors but GGUF files ({', '.join(ggufs[:3])}); name one .gguf file as the source."
     return f"has neither model.safetensors nor {_INDEX}; paceline reads checkpoints in Safetensors or GGUF."

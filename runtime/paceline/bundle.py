@@ -4,7 +4,7 @@ The manifest is the only contract between export and runtime. Nothing in a bundl
 
 ```
 bundle/paceline.json                 this module's Manifest
-bundle/target/model.onnx  model.onnx.data  config.json
+bundle/target/model.onnx  model.onnx.data  config.json    large models may have more data: model.onnx.data.1, …
 bundle/draft/…                       the same for the draft model, when there is one
 bundle/draft/logit_ids.npy           the ids that the draft model has logits for, when these are not all
 bundle/draft/tokenizer.json          the draft model's own tokenizer, when it is not the target's
@@ -12,6 +12,7 @@ bundle/draft/shared_ids.npy          … and the ids that both give the same byt
 bundle/sampler/*.onnx                sampling and verification as graphs
 bundle/engines/*.engine              engines that `paceline build` made of the graphs
 bundle/tokenizer.json  chat_template.jinja  generation_config.json
+bundle/additional_chat_templates/NAME.jinja   templates that the checkpoint has beside its usual one
 ```
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "SAMPLER_BLOCK",
+    "AdapterEntry",
     "Bundle",
     "DraftTokenizerEntry",
     "EngineEntry",
@@ -70,12 +72,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """A LoRA adapter that was merged into a model's weights: the name of its folder, and the hash of its weights."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceEntry:
     """Where a model's weights came from. `sha256` covers the checkpoint's weight files, in order of their names."""
 
     name: str
     kind: Literal["recipe", "hub", "folder", "gguf"]
     sha256: str
+    adapter: AdapterEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +102,15 @@ class TokenizerEntry:
     """What the runtime must know of the tokenizer beyond `tokenizer.json`.
 
     `vocab_size` is the number of ids that have a text: ids `0 … vocab_size - 1`. Logits behind it are padding.
+    `special_tokens` are the texts that chat templates know by name (`eos_token`, …); None in bundles from before they
+    were kept.
     """
 
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    special_tokens: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:

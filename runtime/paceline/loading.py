@@ -92,7 +92,7 @@ def load(
             "with sampler='numpy'."
         )
     tokenizer = Tokenizer.from_bundle(bundle)
-    weights = sum(entry.size for name, entry in bundle.manifest.files.items() if name.endswith(".data"))
+    weights = sum(entry.size for name, entry in bundle.manifest.files.items() if ".onnx.data" in name)
     target: OrtModel | TrtModel
     draft: OrtModel | TrtModel | None = None
     drafts: CausalLM | None

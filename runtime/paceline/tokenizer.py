@@ -196,6 +196,7 @@ class Tokenizer:
             "bos_token": self._text_of(self._entry.bos_token_id),
             "eos_token": self._text_of(next(iter(self.eos_token_ids), None)),
             "pad_token": self._text_of(self._entry.pad_token_id),
+            **(self._entry.special_tokens or {}),
         }
         try:
             return _template(self.chat_template).render(

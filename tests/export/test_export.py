@@ -282,7 +282,7 @@ def test_tensors_that_are_not_plain_floats_are_refused(tmp_path: Path, dtype: to
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "m", transformers.LlamaConfig(**sizes()))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="quantised already"):
         export(folder, tmp_path / "bundle")
@@ -481,9 +481,24 @@ def test_a_short_write_on_a_full_disk_says_so(llama: Path, tmp_path: Path, monke
         raise OSError("6144 requested and 0 written")  # numpy's error, without an errno
 
     monkeypatch.setattr("paceline_export.export.ir.save", short)
-    monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    free = iter([1 << 30, 0])  # when it begins, and when it fails
+    usage = shutil._ntuple_diskusage
+    monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: usage(9, 9, next(free)))
     with pytest.raises(PacelineError, match="disk is full"):
         export(llama, tmp_path / "bundle")
+
+
+@pytest.mark.usefixtures("no_trace")
+@pytest.mark.parametrize(("precision", "least"), [("fp32", 4.0), ("fp16", 2.0), ("int8", 1.0), ("int4", 0.5)])
+def test_a_disk_without_room_is_told_at_once(
+    precision: str, least: float, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(llama).parameters())
+    usage = shutil._ntuple_diskusage(9, 9, int(count * least) - 1)
+    monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(PacelineError, match=r"too full for this bundle: it needs more than 0\.0 GB at"):
+        export(llama, tmp_path / "deep" / "bundle", precision=precision)
+    assert not list(tmp_path.iterdir())
 
 
 def test_overwrite_through_a_link_replaces_the_folder_behind_it(llama: Path, tmp_path: Path) -> None:

@@ -161,8 +161,8 @@ def test_a_precision_that_would_quantise_anew_is_refused(model: Path, bits: int,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "fp8"}, "'fp8' in config.json.*Expected gptq or awq"),
-        ({"quant_method": None}, "Expected gptq or awq"),
+        ({"quant_method": "quanto"}, "'quanto' in config.json.*Expected gptq, awq, fp8"),
+        ({"quant_method": None}, "Expected gptq, awq, fp8"),
         ({"bits": 3}, "with 3 bits .*expected 4 or 8 bits"),
         ({"bits": True}, "with True bits"),
         ({"checkpoint_format": "marlin"}, "layout 'marlin'; expected .* the layout gptq or gptq_v2"),

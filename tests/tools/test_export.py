@@ -73,7 +73,8 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
             "--cache-dir",
             tmp_path,
         ),
-        *("--calibration", "none", "--draft-calibration", "none", "--no-quality"),
+        *("--calibration", "none", "--draft-calibration", "none", "--no-quality", "--max-file-size", "2GB"),
+        *("--adapter", tmp_path / "lora", "--draft-adapter", tmp_path / "other"),
     )
     assert result.exit_code == 0, result.output
     assert seen.exports == [("source big", "source small", out)]
@@ -91,6 +92,9 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "calibration": "none",
         "draft_calibration": "none",
         "quality": False,
+        "adapter": tmp_path / "lora",
+        "draft_adapter": tmp_path / "other",
+        "max_file_size": 2_000_000_000,
         "overwrite": True,
     }
     assert "1,540 M" in result.stdout
@@ -119,6 +123,9 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "calibration": None,
         "draft_calibration": None,
         "quality": True,
+        "adapter": None,
+        "draft_adapter": None,
+        "max_file_size": None,
         "overwrite": False,
     }
 

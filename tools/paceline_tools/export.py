@@ -13,7 +13,7 @@ from paceline import Bundle
 from paceline.bundle import MANIFEST_NAME
 from paceline_export.recipe import PairRecipe, find_recipe
 
-from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SOURCE
+from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SIZE, SOURCE
 from .progress import stages
 from .tables import duration, quality_table, size, table
 
@@ -91,6 +91,14 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
     show_default=True,
     help="Compare the target as stored with the full-precision model on held-out texts.",
 )
+@click.option("--adapter", metavar="DIR", type=FOLDER, help="A LoRA adapter of the target, merged into its weights.")
+@click.option("--draft-adapter", metavar="DIR", type=FOLDER, help="One of the draft.")
+@click.option(
+    "--max-file-size",
+    metavar="SIZE",
+    type=SIZE,
+    help="Largest file of weights, such as 4GB, for file systems and stores that take no larger one.  [default: any]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the bundle in DIR once the new one is complete.")
 @click.option(
     "--cache-dir",
@@ -112,6 +120,9 @@ def command(
     calibration: str | None,
     draft_calibration: str | None,
     quality: bool,
+    adapter: Path | None,
+    draft_adapter: Path | None,
+    max_file_size: int | None,
     overwrite: bool,
     cache_dir: Path | None,
     as_json: bool,
@@ -161,6 +172,8 @@ def command(
         calibration=calibration,
         draft_calibration=draft_calibration,
         quality=quality,
+        draft_adapter=draft_adapter,
+        max_file_size=max_file_size,
         overwrite=overwrite,
     )
     is_bundle = (Path(target) / MANIFEST_NAME).is_file()
@@ -182,6 +195,9 @@ def command(
             calibration=calibration,
             draft_calibration=draft_calibration,
             quality=quality,
+            adapter=adapter,
+            draft_adapter=draft_adapter,
+            max_file_size=max_file_size,
             overwrite=overwrite,
             on_progress=on_progress,
         )

@@ -157,7 +157,10 @@ def _text(bundle: Bundle) -> str:
         "KV cache per token": lambda model: f"{size(model.kv_bytes_per_position)} ({model.kv_dtype})",
         "KV cache, full context": lambda model: size(model.kv_bytes_per_position * model.max_length),
         "on disk": lambda model: size(_bytes_on_disk(bundle, model)),
-        "source": lambda model: f"{model.source.kind} {model.source.name}",
+        "source": lambda model: (
+            f"{model.source.kind} {model.source.name}"
+            + (f" with the adapter {model.source.adapter.name}" if model.source.adapter else "")
+        ),
         "source's SHA-256": lambda model: f"{model.source.sha256[:12]}…",
     }
     rows = [(name, *(figure(model) for model in models.values())) for name, figure in figures.items()]

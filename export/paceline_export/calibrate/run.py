@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ class Pass:
         reference: the full-precision model on held-out texts, if there are any.
     """
 
-    calibrated: dict[str, Blockwise]
+    calibrated: MutableMapping[str, Blockwise]
     ranges: dict[str, float]
     reference: FullPrecision | None
 
@@ -42,6 +42,7 @@ def run_layers(
     *,
     calibration: torch.Tensor | None = None,
     held_out: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    shelf: MutableMapping[str, Blockwise] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Pass:
     """Carry texts through the layers, one layer's weights at a time.
@@ -53,6 +54,7 @@ def run_layers(
         calibration: ids of the text to calibrate on, int64 `[sequences, positions]`; needed with a recipe. Without one
             it shows how large the inputs of projections get.
         held_out: ids of sequences, each int64 `[positions]`, by the names of texts to run in full precision.
+        shelf: takes the quantised projections; None is a dict, which holds them in memory.
         on_progress: called with the share of the layers that is behind.
 
     Raises:
@@ -66,14 +68,14 @@ def run_layers(
         hidden = model.embed(*texts, *([calibration] if calibration is not None else []))
         quantiser = LayerCalibration(recipe, hidden.pop()) if recipe is not None and calibration is not None else None
         ranger = LayerRanges(hidden.pop()) if recipe is None and calibration is not None else None
-        calibrated: dict[str, Blockwise] = {}
+        calibrated: MutableMapping[str, Blockwise] = {} if shelf is None else shelf
         ranges: dict[str, float] = {}
         for index in range(len(model)):
             report(index / len(model))
             layer = model.layer(index)
             hidden = [layer(given) for given in hidden]
             if quantiser is not None:
-                calibrated |= quantiser.run(layer)
+                calibrated.update(quantiser.run(layer))
             if ranger is not None:
                 ranges |= ranger.run(layer)
     except CheckpointError:

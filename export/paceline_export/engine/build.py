@@ -217,8 +217,8 @@ def _lack_of_memory(reasons: str, graph: Path, backend: Backend) -> str:
     """What is to be said behind the reasons of a failed build, if memory ran out: what is needed, and what is free."""
     if not _NO_MEMORY.search(reasons):
         return ""
-    weights = graph.with_name(f"{graph.name}.data")
-    size = weights.stat().st_size if weights.is_file() else graph.stat().st_size
+    weights = list(graph.parent.glob(f"{graph.name}.data*"))  # several files where an export limited their size
+    size = sum(path.stat().st_size for path in weights or [graph])
     where, free = ("the GPU's", free_bytes()) if backend.times_kernels else ("the machine's", free_host_bytes())
     return (
         f". Memory ran out: the weights alone take {size} bytes, a build several times as much, and "

@@ -1,7 +1,7 @@
 """Give the traced graph its weights, in the format of a precision.
 
-Values are read one tensor at a time: quantised ones are kept packed, the others are read again when they are written,
-so that the float model is never in memory as a whole.
+Values are read one tensor at a time. Quantised ones are written as soon as they are made, the others are read again
+when they are written, so that neither the float model nor the stored one is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline_export.quantize import WeightFormat
 from paceline_export.quantize.blockwise import Blockwise
 from paceline_export.quantize.rows import quantize_rows_to_float8
 
+from .data_file import DataFile
 from .initializers import constant, initializer, replace
 from .lm_head import lm_head
 
@@ -115,6 +116,7 @@ def store_weights(
     constants: dict[str, torch.Tensor],
     calibrated: Mapping[str, Blockwise] | None = None,
     ranges: Mapping[str, float] | None = None,
+    data: DataFile | None = None,
     on_weight: Callable[[str], None] | None = None,
 ) -> StoredWeights:
     """Replace projections and the embedding by their stored form and bind every other initializer, in place.
@@ -130,6 +132,8 @@ def store_weights(
         constants: values of initializers that are not in the checkpoint.
         calibrated: projections that are quantised already, by their names, each with its own bits; None means none.
         ranges: largest magnitudes of the inputs of projections that become float8 numbers, by the same names.
+        data: takes quantised weights as they are made, those of the LM head excepted, which may be cut yet; None
+            keeps them in memory.
         on_weight: called with the name of each tensor as it is stored.
 
     Returns:
@@ -175,6 +179,7 @@ def store_weights(
     unquantized: set[str] = set()
     rounded: set[str] = set()
     for node in list(model.graph):
+        known = len(model.graph.initializers)
         if (projection := _projection(node)) is not None:
             weight, whole, name = projection.weight, str(projection.weight.name), projection.name
             if weight_format.bits is None or _chooses(node):
@@ -250,8 +255,12 @@ def store_weights(
                 replace(model, node, nodes.lookup(model, node.inputs[1], name, table, dtype))
         else:
             continue
+        if data is not None and node is not last:
+            made = list(model.graph.initializers.values())[known:]
+            data.take(model, [str(value.name) for value in made if not isinstance(value.const_value, ir.LazyTensor)])
         if on_weight is not None:
             on_weight(name)
+    stacked.cache_clear()
     RemoveUnusedNodesPass()(model)
     for name, value in model.graph.initializers.items():
         if value.const_value is None:

@@ -69,8 +69,8 @@ class Packing:
         if method not in ("gptq", "awq"):
             raise CheckpointError(
                 f"{name}: its weights are quantised already (quant_method {method!r:.40} in config.json), in a way "
-                "that is not supported: their scales would be lost. Expected gptq or awq. Export such a checkpoint, "
-                "the unquantised one, or a GGUF file."
+                "that is not supported: their scales would be lost. Expected gptq, awq, fp8, fbgemm_fp8 or "
+                "compressed-tensors. Export such a checkpoint, the unquantised one, or a GGUF file."
             )
         layout = settings.get("checkpoint_format") or settings.get("version") or settings.get("format")
         layout = str(layout or ("gptq" if method == "gptq" else "gemm")).lower()
