@@ -66,6 +66,7 @@ class Planner:
     rounds measure, and the clock has a say.
 
     Attributes:
+        repeatable: whether plans keep the clock out, and whatever else another run of the same text may not have.
         asks: whether the drafter asks for each token. The target's confidences tell of a draft model's acceptance, so
             they are wanted then.
     """
@@ -93,6 +94,7 @@ class Planner:
             max_new_tokens: of the text, if known: what the draft model has to catch up with must pay before its end.
         """
         self._most = most
+        self.repeatable = repeatable
         self._given: Costs | CostsByLength | CostCorrection | None = costs
         self.asks = asks
         self._copies_alone = copies

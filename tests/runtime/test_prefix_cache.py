@@ -12,8 +12,12 @@ import pytest
 
 import paceline
 from paceline import Generation, KVCache, PrefixCache, SamplingParams, SpeculativeDecoder
+from paceline.drafters import DraftModelDrafter
 from paceline.errors import InvalidInputError
 from paceline.ort import OrtModel
+from paceline.planner import Planner
+from paceline.row_sampler import RowSampler
+from paceline.streams import Streams
 from paceline.testing import TableModel
 
 TURNS = ("Name three primes.", "And three more, please.", "What is the sum of all six?")
@@ -106,6 +110,29 @@ def test_a_failed_round_keeps_nothing(keeping: SpeculativeDecoder) -> None:
         finished(keeping.generate(list(range(300, 340)), num_draft_tokens=2, drafter=Failing()))
     assert keeping.prefixes is not None
     assert keeping.prefixes.num_bytes == 0
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_text_that_is_repeatable_is_planned_as_if_nothing_had_been_cached(repeatable: bool) -> None:
+    missed: list[int] = []
+
+    class Asked(Planner):
+        def worth_a_prefill(self, count: int) -> bool:
+            missed.append(count)
+            return False
+
+        def worth_a_step(self, rows: int = 1) -> bool:
+            missed.append(rows)
+            return len(missed) == 2 or super().worth_a_step(rows)
+
+    model = TableModel.random(7, seed=2)
+    cache = model.new_cache(64)
+    model.forward([1] * 20, cache, 1)
+    sampler = RowSampler(SamplingParams(), vocab_size=7, num_prompt_tokens=30)
+    drafter = DraftModelDrafter(model, cache, sampler, 7, Asked(repeatable=repeatable))
+    drafter.prefill([1] * 30)
+    drafter.propose([1] * 31, 3, Streams(seed=1))
+    assert missed[:3] == ([30, 31, 1] if repeatable else [10, 11, 1])
 
 
 def test_the_least_recently_used_go_first(fresh: SpeculativeDecoder) -> None:

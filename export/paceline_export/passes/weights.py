@@ -48,7 +48,8 @@ class StoredWeights:
     Attributes:
         mixed_bits: bits of those that were quantised to others than the format's `bits`, a tied head apart;
             `NAME[:ROWS]` for so many first rows of one.
-        block_size: of most of those with the format's `bits`; None where there are none, or each row has one scale.
+        block_size: of most of those with the format's `bits`, or as the checkpoint holds them; None where there are
+            none, or each row has one scale.
         unquantized: names of weights that are in full precision though the format quantises: routers, tables of
             positions, and what else is neither a projection nor the table of the vocabulary.
         rounded: names of projections that are rounded to nearest though others were calibrated: experts, and whatever
@@ -235,7 +236,7 @@ def store_weights(
                         other = {rows: part for rows, part in parts.items() if part.bits != weight_format.bits}
                         mixed |= {rows.removesuffix(".T"): part.bits for rows, part in other.items()}
                 quantised = next(iter(parts.values()))
-                if quantised.bits == weight_format.bits:
+                if packed is not None or quantised.bits == weight_format.bits:
                     sizes[quantised.block_size if quantised.block_size != quantised.columns else None] += 1
                 if weight is head:
                     (gather,) = (user for user, _ in head.uses() if user.op_type == "Gather")

@@ -68,6 +68,8 @@ class DraftModelDrafter:
         self._num_input_ids = model.vocab_size if logit_ids is None else vocab_size
         self._unknown_id = False
         self._planner = planner
+        # What a prefix cache brought counts as missed until the model runs: a seed's text must not depend on it.
+        self._restored = cache.length if planner and planner.repeatable else 0
 
     @property
     def seconds(self) -> float:
@@ -77,9 +79,10 @@ class DraftModelDrafter:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Feed the prompt, if it fits, and if the planner finds it worth its time."""
         feed = tokens[self._cache.length :]  # the cache may hold a beginning of the prompt already
-        if self._planner and not self._planner.worth_a_prefill(len(feed)):
+        if self._planner and not self._planner.worth_a_prefill(len(feed) + self._restored):
             return
         if len(feed) <= self._cache.room and self._knows(tokens):
+            self._restored = 0
             self._model.forward(feed, self._cache, 1)
 
     def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
@@ -98,8 +101,9 @@ class DraftModelDrafter:
             token = self._sampler.forced(tokens, drafted)
             row: DraftProbs = None
             if token is None:
-                if self._planner and not self._planner.worth_a_step(len(feed)):
+                if self._planner and not self._planner.worth_a_step(len(feed) + self._restored):
                     break
+                self._restored = 0
                 logits = self._model.forward(feed, self._cache, 1)[0, : self._width]
                 if not self._is_narrow:
                     logits = self._spread(logits)

@@ -40,18 +40,22 @@ class TextDrafter:
         self._inner = model.inner
         self._by = model.retokenizer
         self._planner = planner
+        # What a prefix cache brought counts as missed until the model runs: a seed's text must not depend on it.
+        repeatable = planner is not None and planner.repeatable
+        self._restored, self._restored_own = (cache.length, cache.inner.length) if repeatable else (0, 0)
         self.seconds = 0.0  # of the draft model's runs, and of splitting texts
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Feed the prompt, if it fits, and if the planner finds it worth its time."""
         started = time.perf_counter()
         feed = tokens[self._cache.length :]
-        if self._planner and not self._planner.worth_a_prefill(len(feed)):
+        if self._planner and not self._planner.worth_a_prefill(len(feed) + self._restored):
             return
         if feed and len(feed) <= self._cache.room:
             self._cache.extend(feed)
             if own := self._cache.catch_up():
                 self._cache.forward(own)
+                self._restored_own = 0
         self.seconds += time.perf_counter() - started
 
     def propose(self, tokens: Sequence[int], num_draft_tokens: int, chance: Chance) -> Draft:
@@ -67,8 +71,9 @@ class TextDrafter:
         starts: list[int] = []  # of each drafted token in the bytes of the draft,
         confidences: list[float] = []  # … and its probability
         while own and len(starts) < num_draft_tokens and len(own) <= inner.room:
-            if self._planner and not self._planner.worth_a_step(len(own)):
+            if self._planner and not self._planner.worth_a_step(len(own) + self._restored_own):
                 break
+            self._restored_own = 0
             row = self._cache.forward(own)
             if self._inner.logit_ids is None:
                 row = row[: self._by.draft.vocab_size]
