@@ -41,6 +41,8 @@ __all__ = ["AdaptedReader", "Adapter", "Change"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# Of factors that training gave: beyond it float32 overflows.
+_MOST_SCALE = 1e6
 _PART = re.compile(r"(.+)\.lora_(?:(A|B)\.weight|embedding_(A|B)|(magnitude_vector)(?:\.weight)?)")
 # Ways to begin a training that leave the base model as it is; others (pissa, olora, …) take something out of it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -308,6 +310,16 @@ def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tup
             rank = shapes[str(change.a)][0]
             alpha = _alpha(settings, name.removesuffix(".weight"))
             change.scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+            if not abs(change.scale) < _MOST_SCALE:
+                raise CheckpointError(
+                    f"{folder / _CONFIG}: lora_alpha of {name!r} is {alpha!r:.40}, so that what is added would be "
+                    f"multiplied by {change.scale:.3g}; expected less than {_MOST_SCALE:.0e}."
+                )
+            if settings.get("use_dora") and change.magnitude is None:
+                raise CheckpointError(
+                    f"{folder / _WEIGHTS} has no lora_magnitude_vector of {name!r}, though {_CONFIG} says use_dora. "
+                    "Copy or download it again in full, or save it again with peft's save_pretrained."
+                )
     return changes
 
 

@@ -253,6 +253,9 @@ def test_layers_stored_by_columns_are_merged_by_columns(tmp_path: Path) -> None:
         ({"r": 0}, "r is 0; expected a positive number"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"alpha_pattern": ["x"]}, "alpha_pattern is"),
+        ({"lora_alpha": 1e300}, r"lora_alpha of '.*q_proj.weight' is 1e\+300"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "multiplied by nan"),
+        ({"use_dora": True}, "has no lora_magnitude_vector of '.*q_proj.weight', though"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import pty
 import re
@@ -111,6 +112,80 @@ def test_all_that_a_right_draft_proposes_is_shown(decoder: SpeculativeDecoder) -
         result = talk("Hello\n", server.url, "--draft-tokens", 3, "--show-accepted")
     # The first token comes from the prefill; then three drafted ones and one of the target's in each round.
     assert result.stdout_bytes.decode() == "a⟦bcd⟧e⟦fgh⟧i⟦jkl⟧\n"
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """Says it has a model, and answers with the events that the server was given."""
+
+    server: _Odd
+
+    def do_GET(self) -> None:
+        self._send(self.server.models)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send("".join(f"data: {event}\n\n" for event in (*self.server.events, "[DONE]")))
+
+    def log_message(self, *args: object) -> None: ...
+
+    def _send(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+class _Odd(http.server.ThreadingHTTPServer):
+    models = '{"data": [{"id": "m"}]}'
+    events: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def odd(*events: str, models: str = _Odd.models) -> Iterator[str]:
+    with _Odd(("127.0.0.1", 0), _Answers) as server:
+        server.events, server.models = events, models
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+GOOD = '{"choices": [{"delta": {"content": "hi"}}]}'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"choices": 5}',
+        '{"choices": [5]}',
+        '{"choices": [{"delta": 5}]}',
+        '{"choices": [{"delta": {"content": 5}}]}',
+        '{"choices": [{"delta": {"content": "x"}, "pieces": [5]}]}',
+        '{"choices": [{"pieces": [{"text": 5, "accepted": true}]}]}',
+        '{"choices": [], "usage": 5}',
+        '{"choices": [], "usage": {"completion_tokens": "many"}}',
+        "[" * 100_000,
+        "[]",
+    ],
+    ids=lambda event: event[:50],
+)
+def test_an_answer_of_another_shape_is_said_to_be_one(event: str) -> None:
+    with odd(GOOD, event) as url:
+        result = talk("Hello\n", url, "--show-accepted")
+    assert (result.exit_code, result.stdout) == (1, "hi")
+    assert "something else than a stream of JSON" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_models_of_another_shape_and_answers_without_figures() -> None:
+    with odd(models='{"data": ' + "[" * 100_000) as url:
+        result = talk("Hello\n", url)
+        assert (result.exit_code, "its list of models is no such list" in result.stderr) == (1, True)
+    with odd(GOOD) as url:
+        result = talk("Hello\n", url, "--show-accepted")
+        assert (result.exit_code, result.stdout) == (0, "hi\n")
+        assert "the server tells none" in result.stderr
 
 
 @contextlib.contextmanager

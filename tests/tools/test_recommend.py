@@ -141,11 +141,15 @@ def test_what_cannot_be_compared_is_refused(invoke: Invoke, folder: Path, tiny_b
         ((folder / "alone",), "has no draft model; name drafts with --draft"),
         ((folder / "self", folder / "alone"), "has no draft model"),
         ((folder / "self", tiny_bundle), "hold different targets"),
+        ((folder / "self", folder / "self"), "names a bundle twice"),
+        ((folder / "self", "--draft-precision", "fp32"), "--draft-precision is for drafts of --draft"),
+        ((folder / "self", "--draft", "self:x"), "--draft self:x: a number of layers of at least 1"),
         ((folder / "self", "--draft", "self:1"), "where .* got its target from, target, is not known any more"),
     ):
         result = invoke("recommend", *arguments, *PROMPTS)
         assert result.exit_code == 2
         assert re.search(message, " ".join(result.stderr.split()))
+        assert "measure" not in result.stderr  # said before anything is run
 
 
 @pytest.mark.parametrize("method", ["intersection", pytest.param("text", marks=pytest.mark.slow)])

@@ -133,7 +133,8 @@ def _keys(folder: Path) -> Path:
     [
         (["--port", "70000"], 2, "70000"),
         (["--kv-memory", "0"], 2, "kv-memory"),
-        (["--host", "203.0.113.7"], 1, "203.0.113.7"),
+        (["--host", "203.0.113.7"], 1, "203.0.113.7 cannot be taken"),
+        (["--host", "300.1.1.1"], 2, "--host '300.1.1.1' is no address"),
         (["--tls-cert", __file__], 2, "certificate and its key"),
         (["--tls-cert", __file__, "--tls-key", __file__], 2, "must be PEM"),
         (["--max-running", "0"], 2, "max-running"),
@@ -145,6 +146,15 @@ def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: s
     assert (done.returncode, done.stdout) == (code, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(tiny_bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_paceline("serve", tiny_bundle, "--port", port, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"Port {port} of 127.0.0.1 cannot be taken" in done.stderr
+    assert "--port" in done.stderr
 
 
 def test_a_bundle_that_is_damaged_is_never_served(damaged: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -16,7 +17,7 @@ from types import FrameType
 import uvicorn
 
 from paceline import SpeculativeDecoder
-from paceline.errors import InvalidInputError, PacelineError
+from paceline.errors import InvalidInputError, PacelineError, shown
 
 from .app import create_app
 from .keys import ApiKeys
@@ -56,10 +57,23 @@ class Address:
         """Take the port.
 
         Raises:
-            OSError: it is taken, or the host is not this machine's.
+            InvalidInputError: the host is no address.
+            PacelineError: the port is taken, or the host is not this machine's.
         """
-        family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        try:
+            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+        except (socket.gaierror, UnicodeError) as error:
+            raise InvalidInputError(
+                f"--host {shown(self.host)} is no address ({getattr(error, 'strerror', None) or error}); 127.0.0.1 is "
+                "this machine alone, 0.0.0.0 whoever can reach it."
+            ) from error
+        try:
+            listening = socket.create_server((self.host, self.port), family=family, backlog=2048)
+        except OSError as error:
+            raise PacelineError(
+                f"Port {self.port} of {self.host} cannot be taken ({os.strerror(error.errno or 0)}); end what holds "
+                "it, or choose another one with --port, 0 for any that is free."
+            ) from error
         # Connections inherit it. asyncio sets it only where a socket's protocol number is known, and 40 ms go by
         # without it, for the head of an answer and its body are written one after the other.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,8 +116,8 @@ def serve(
         journals: told of every request.
 
     Raises:
-        InvalidInputError: the certificate cannot be used.
-        OSError: the port cannot be taken.
+        InvalidInputError: the certificate cannot be used, or the host is no address.
+        PacelineError: the port cannot be taken.
     """
     address.check_tls()
     with contextlib.closing(address.bind()) as listening:

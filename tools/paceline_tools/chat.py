@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ _HELP = """\
 /exit         end; so does Ctrl-D
 
 Ctrl-C stops an answer. A backslash at a line's end goes on in the next line. //… sends a message that begins with /."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FOR_BUNDLES = {"provider": "--provider", "engine_folder": "--engines", "threads": "--threads", "profile": "--profile"}
 
 
@@ -205,7 +207,8 @@ class _Talk:
             click.echo(self._partner.figures(time.monotonic() - started), err=True)
 
     def _write(self, piece: Piece) -> None:
-        text = piece.text
+        # A terminal obeys control characters, and a model may write any.
+        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", piece.text) if self._has_colours else piece.text
         if self._shows_accepted and piece.accepted:
             text = click.style(text, fg="green") if self._has_colours else f"⟦{text}⟧"
         sys.stdout.write(text)

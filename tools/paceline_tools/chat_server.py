@@ -21,6 +21,7 @@ __all__ = ["KEY_VARIABLE", "ServerPartner"]
 KEY_VARIABLE = "PACELINE_API_KEY"
 _CONNECT_S = 10.0
 _READ_S = 600.0  # an answer may wait in the server's queue
+_FIGURES = ("completion_tokens", "proposed", "accepted", "rounds")
 
 
 class ServerPartner:
@@ -47,7 +48,7 @@ class ServerPartner:
         self._path = path if path.endswith("/v1") else f"{path}/v1"
         self._settings = settings
         self._wants_pieces = wants_pieces
-        self._usage: dict[str, Any] = {}
+        self._usage: dict[str, int] = {}
         names = self._models()
         if model is not None and model not in names:
             raise click.ClickException(f"{url} has no model {model!r}, only {', '.join(names)}.")
@@ -71,35 +72,35 @@ class ServerPartner:
         connection, response = self._send("POST", "/chat/completions", body)
         try:
             for event in self._events(response):
-                self._usage = event.get("usage") or self._usage
-                for choice in event.get("choices") or ():
-                    text = (choice.get("delta") or {}).get("content") or ""
-                    pieces = choice.get("pieces") if self._wants_pieces else None
-                    if pieces is None:
-                        pieces = [{"text": text, "accepted": False}] if text else []
-                    yield from (Piece(piece["text"], piece["accepted"]) for piece in pieces)
+                try:
+                    self._usage = _figures(event.get("usage")) or self._usage
+                    pieces = _pieces(event.get("choices") or (), self._wants_pieces)
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise self._no_answer() from error
+                yield from pieces
         finally:
+            response.close()  # the connection does not, where a server speaks HTTP/1.0
             connection.close()  # the server stops where the text has not ended
 
     def figures(self, seconds: float) -> str:
         """See `Partner`."""
         if not self._usage:
-            return "[no figures: the answer was stopped]"
-        names = ("completion_tokens", "proposed", "accepted", "rounds")
-        tokens, proposed, accepted, rounds = (int(self._usage.get(name) or 0) for name in names)
+            return "[no figures: the answer was stopped, or the server tells none]"
+        tokens, proposed, accepted, rounds = (self._usage[name] for name in _FIGURES)
         return figures_text(tokens, proposed, accepted, rounds, seconds)
 
     def _models(self) -> list[str]:
         connection, response = self._send("GET", "/models", None)
         try:
             names = [str(model["id"]) for model in json.loads(response.read())["data"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise click.ClickException(
                 f"{self._url} does not speak OpenAI's API: its list of models is no such list."
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
         finally:
+            response.close()
             connection.close()
         if not names:
             raise click.ClickException(f"{self._url} serves no model.")
@@ -143,12 +144,16 @@ class ServerPartner:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return click.ClickException(f"{self._url} cannot be talked to ({reason}); see that the server runs there.")
 
+    def _no_answer(self) -> click.ClickException:
+        return click.ClickException(f"{self._url} sent something else than a stream of JSON with an answer's parts.")
+
     def _refusal(self, response: http.client.HTTPResponse) -> str:
         """What the server says instead of an answer."""
-        data = response.read(1 << 16)
+        with response:
+            data = response.read(1 << 16)
         try:
             message = str(json.loads(data)["error"]["message"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             message = f"{response.reason}; is this the address of an OpenAI API?"
         hint = f" Give the key in {KEY_VARIABLE}." if response.status == 401 else ""
         again = response.getheader("Retry-After")
@@ -174,6 +179,25 @@ class ServerPartner:
                 yield event
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
-        except ValueError as error:
-            raise click.ClickException(f"{self._url} sent something else than a stream of JSON.") from error
+        except (ValueError, RecursionError) as error:
+            raise self._no_answer() from error
         raise click.ClickException(f"{self._url} ended the connection in the middle of the answer.")
+
+
+def _figures(usage: Any) -> dict[str, int]:
+    """The counts of an event's `usage`, 0 where a server does not tell one; empty where there is no usage."""
+    return {name: int(usage.get(name) or 0) for name in _FIGURES} if usage else {}
+
+
+def _pieces(choices: Any, wants_pieces: bool) -> list[Piece]:
+    """The text of an event's `choices`. Raises what comes of shapes that no such API sends."""
+    found = []
+    for choice in choices:
+        text = (choice.get("delta") or {}).get("content") or ""
+        pieces = choice.get("pieces") if wants_pieces else None
+        if pieces is None:
+            pieces = [{"text": text, "accepted": False}] if text else []
+        found += [Piece(piece["text"], bool(piece["accepted"])) for piece in pieces]
+    if not all(isinstance(piece.text, str) for piece in found):
+        raise TypeError
+    return found

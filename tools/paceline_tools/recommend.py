@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 import paceline
 from paceline import Bundle, SamplingParams
@@ -122,7 +124,10 @@ class Finding:
 @threads_option
 @click.option("--cache-dir", type=CACHE_DIR, help="Where packages of further drafts are assembled.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the table.")
+@click.pass_context
 def command(
+    context: click.Context,
+    /,
     folders: tuple[Path, ...],
     drafts: tuple[str, ...],
     draft_precision: str,
@@ -145,11 +150,17 @@ def command(
     what its steps, the target's passes and the rest of a round take, give the best number of drafted tokens and the
     speedup to expect. Read it as what this machine does now: a busy one moves all costs.
     """
+    for name, option in (("draft_precision", "--draft-precision"), ("cache_dir", "--cache-dir")):
+        if not drafts and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option} is for drafts of --draft, and there is none.")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise click.UsageError("DIR names a bundle twice; take each once.")
     bundles = [Bundle.open(folder) for folder in folders]
     _check_same_target(bundles)
     for bundle in bundles:
         if bundle.manifest.draft is None and (len(bundles) > 1 or not drafts):
             raise InvalidInputError(f"{bundle.root} has no draft model; name drafts with --draft.")
+    sources = [_further(bundles[0], draft, cache_dir) for draft in drafts]
     texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
     sampling = f"temperature {temperature:g}" if temperature else "greedy"
     methods = tuple(
@@ -168,7 +179,7 @@ def command(
         on_progress = stack.enter_context(stages())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-recommend-")))
         ready = [bundle for bundle in bundles if bundle.manifest.draft is not None]
-        further = _exported(bundles[0], drafts, draft_precision, cache_dir, work, on_progress)
+        further = _exported(bundles[0], drafts, sources, draft_precision, work, on_progress)
         findings = []
         for index, bundle in enumerate(chain(ready, further)):
             name = _name(bundle.manifest)
@@ -254,11 +265,31 @@ def _name(manifest: Manifest) -> str:
     return f"{manifest.draft.source.name}, {manifest.draft.precision}" + (f", by {own.method}" if own else "")
 
 
+def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> tuple[Any, int | None]:
+    """Where a draft of `--draft` comes from, brought to this machine, and the layers that are cut from it, if any."""
+    from paceline_export.source import resolve
+
+    layers = None
+    source = draft
+    if draft.startswith("self:"):
+        count = draft.removeprefix("self:")
+        if not count.isdecimal() or int(count) < 1:
+            raise InvalidInputError(f"--draft {draft}: a number of layers of at least 1 is expected.")
+        entry = bundle.manifest.target.source
+        if entry.kind not in ("recipe", "hub"):
+            raise InvalidInputError(
+                f"--draft {draft}: where {bundle.root} got its target from, {entry.name}, is not known any more. "
+                f"Export it: paceline export --target {entry.name} --draft {draft}, and name that bundle as DIR."
+            )
+        layers, source = int(count), entry.name
+    return resolve(source, cache_dir=cache_dir, progress=False), layers
+
+
 def _exported(
     bundle: Bundle,
     drafts: Sequence[str],
+    sources: Sequence[tuple[Any, int | None]],
     precision: str,
-    cache_dir: Path | None,
     work: Path,
     on_progress: Callable[[str, float], None],
 ) -> Iterator[Bundle]:
@@ -267,26 +298,12 @@ def _exported(
         return
 
     from paceline_export.export import export_bundle
-    from paceline_export.source import resolve
 
-    for index, draft in enumerate(drafts):
-        layers = None
-        source = draft
-        if draft.startswith("self:"):
-            entry = bundle.manifest.target.source
-            if entry.kind not in ("recipe", "hub"):
-                raise InvalidInputError(
-                    f"--draft {draft}: where {bundle.root} got its target from, {entry.name}, is not known any more. "
-                    f"Export it: paceline export --target {entry.name} --draft {draft}, and name that bundle as DIR."
-                )
-            count = draft.removeprefix("self:")
-            if not count.isdecimal() or int(count) < 1:
-                raise InvalidInputError(f"--draft {draft}: a number of layers of at least 1 is expected.")
-            layers, source = int(count), entry.name
+    for index, (draft, (source, layers)) in enumerate(zip(drafts, sources, strict=True)):
         on_progress(f"export {draft}", 0.0)
         export_bundle(
             bundle,
-            resolve(source, cache_dir=cache_dir, progress=False),
+            source,
             work / str(index),
             flavor=bundle.manifest.target.flavor,
             precision=precision,
