@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from paceline.bundle import file_sha256
 from paceline.errors import CheckpointError
 
-from .weights import check_safetensors, read_json
+from .weights import FLOAT_KINDS, check_safetensors, read_json
 
 if TYPE_CHECKING:
     from .checkpoint import WeightReader
@@ -41,7 +41,7 @@ __all__ = ["AdaptedReader", "Adapter", "Change"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Of factors that training gave: beyond it float32 overflows.
+# Trained adapters are far below; far above it, what is added overflows.
 _MOST_SCALE = 1e6
 _PART = re.compile(r"(.+)\.lora_(?:(A|B)\.weight|embedding_(A|B)|(magnitude_vector)(?:\.weight)?)")
 # Ways to begin a training that leave the base model as it is; others (pissa, olora, …) take something out of it.
@@ -121,7 +121,7 @@ class Adapter:
         with safe_open(str(file), framework="pt") as handle:
             shapes = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
             kinds = {key: handle.get_slice(key).get_dtype() for key in shapes}
-        if odd := [f"{key} ({kind})" for key, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]:
+        if odd := [f"{key} ({kind})" for key, kind in kinds.items() if kind not in FLOAT_KINDS]:
             raise CheckpointError(f"{file} holds tensors that are no plain floating-point ones: {', '.join(odd[:3])}.")
         return cls(folder.resolve().name, file, _changes(folder, settings, shapes), shapes)
 

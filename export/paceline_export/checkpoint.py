@@ -36,10 +36,9 @@ from .conversion import Conversions
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
 from .quantize.scaled import SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
 from .source import Source
-from .weights import read_json
+from .weights import FLOAT_KINDS, read_json
 
 _CHUNK = 1 << 24  # elements
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _GGUFReader = gguf.GGUFReader
 # Those that gguf unpacks to what they stand for; others are integers, or have a scale in a tensor beside them (NVFP4).
 _GGUF_KINDS = (
@@ -132,9 +131,9 @@ class SafetensorsReader:
         tensor = self._slice(stored)
         shape = tuple(tensor.get_shape())
         scaled = self._scale_name(stored) is not None
-        if not scaled and tensor.get_dtype() not in _FLOATS:
+        if not scaled and tensor.get_dtype() not in FLOAT_KINDS:
             raise CheckpointError(
-                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(_FLOATS)}. "
+                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(FLOAT_KINDS)}. "
                 "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF file."
             )
         if scaled and len(shape) != 2:
@@ -193,7 +192,7 @@ class SafetensorsReader:
         """
         stored = {part: f"{module}.{part}" for part in PARTS if f"{module}.{part}" in self._where}
         for part, name in stored.items():
-            kinds = _FLOATS if part == "scales" else ("I32", "I64") if part == "g_idx" else ("I32",)
+            kinds = FLOAT_KINDS if part == "scales" else ("I32", "I64") if part == "g_idx" else ("I32",)
             if (dtype := self._slice(name).get_dtype()) not in kinds:
                 raise CheckpointError(
                     f"The tensor {name!r} is stored as {dtype}: expected one of {', '.join(kinds)}. Such a packing is "

@@ -192,7 +192,7 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
             continue
         if entry.max_length < PREFILL + SINGLE + VERIFY + 1:
             raise BundleError(f"{which}: a context of {entry.max_length} positions is too short for the check.")
-        ids = _tokenizer(bundle, which).encode(TEXT, add_special_tokens=False)
+        ids = Tokenizer.from_bundle(bundle, which).encode(TEXT, add_special_tokens=False)
         found = {}
         batch = RaggedBatch(ids) if entry.flavor == "trt" else None
         for arithmetic in _ARITHMETIC[entry.flavor][entry.precision]:
@@ -213,14 +213,6 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
                 ModelParity(which, entry.precision, arithmetic, phases, *limits, note=_NOTES.get(entry.kv_dtype))
             )
     return ParityReport(tuple(models))
-
-
-def _tokenizer(bundle: Bundle, which: str) -> Tokenizer:
-    """The tokenizer of the target, or of a draft, which may have one of its own."""
-    own = bundle.manifest.draft_tokenizer
-    if which == "target" or own is None:
-        return Tokenizer.from_bundle(bundle)
-    return Tokenizer.from_folder(bundle.path(own.path).parent, own.tokenizer)
 
 
 def compare(name: str, expected: NDArray[np.float32], found: NDArray[np.float32], near_tie: float) -> PhaseParity:

@@ -15,8 +15,9 @@ from pathlib import Path
 from paceline.bundle import check_safe_path
 from paceline.errors import BundleError, CheckpointError
 
-__all__ = ["check_gguf", "check_safetensors", "missing_weights", "read_json", "safetensors_files"]
+__all__ = ["FLOAT_KINDS", "check_gguf", "check_safetensors", "missing_weights", "read_json", "safetensors_files"]
 
+FLOAT_KINDS = ("F64", "F32", "F16", "BF16")  # plain floating-point numbers, as Safetensors names them
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MEND = "Copy or download it again in full."

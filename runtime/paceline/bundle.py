@@ -378,6 +378,11 @@ class Manifest:
         """The tokenizer of the `"target"` or the `"draft"`, which mostly is the same."""
         return self.draft_tokenizer.tokenizer if which == "draft" and self.draft_tokenizer else self.tokenizer
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the files that hold both models' weights."""
+        return sum(entry.size for name, entry in self.files.items() if ".onnx.data" in name)
+
     def graph_sha256(self, model: ModelEntry) -> str:
         """SHA-256 over the names and hashes of a graph's own file and those of its weights, as they are listed."""
         beside = (name for name in self.files if name == model.path or name.startswith(f"{model.path}."))

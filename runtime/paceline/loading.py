@@ -92,7 +92,7 @@ def load(
             "with sampler='numpy'."
         )
     tokenizer = Tokenizer.from_bundle(bundle)
-    weights = sum(entry.size for name, entry in bundle.manifest.files.items() if ".onnx.data" in name)
+    weights = bundle.manifest.weight_bytes
     target: OrtModel | TrtModel
     draft: OrtModel | TrtModel | None = None
     drafts: CausalLM | None
@@ -107,7 +107,7 @@ def load(
             if bundle.manifest.draft:
                 draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads)
     if draft is not None and (own := bundle.manifest.draft_tokenizer) is not None:
-        reads = Tokenizer.from_folder(bundle.path(own.path).parent, own.tokenizer)
+        reads = Tokenizer.from_bundle(bundle, "draft")
         drafts = TranslatedModel(draft, Retokenizer(tokenizer, reads, read_shared_ids(bundle, own)), own.method)
     else:
         drafts = draft

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from .bundle import Bundle, DraftTokenizerEntry
 from .errors import BundleError
+from .logit_ids import map_ids
 from .tokenizer import Tokenizer
 
 __all__ = ["find_shared_ids", "read_shared_ids"]
@@ -53,14 +54,8 @@ def read_shared_ids(bundle: Bundle, entry: DraftTokenizerEntry) -> NDArray[np.in
         BundleError: the file is not what the manifest says: another type or shape, or an id that is none.
     """
     path, limits = bundle.path(entry.shared_ids), (entry.tokenizer.vocab_size, bundle.manifest.tokenizer.vocab_size)
-    try:
-        pairs = np.load(
-            path, mmap_mode="r", allow_pickle=False
-        )  # mapped: a header that promises too much takes nothing
-    except (OSError, ValueError, EOFError) as error:
-        raise BundleError(f"{path} is no numpy array: {error} Export the bundle again.") from error
+    pairs, found = map_ids(path)
     if not isinstance(pairs, np.ndarray) or pairs.dtype != np.int32 or pairs.ndim != 2 or pairs.shape[0] != 2:
-        found = f"{pairs.dtype} {list(pairs.shape)}" if isinstance(pairs, np.ndarray) else type(pairs).__name__
         raise BundleError(f"{path} holds {found}; expected int32 [2, shared]. Export the bundle again.")
     if not 1 <= pairs.shape[1] <= min(limits):
         raise BundleError(f"{path} pairs {pairs.shape[1]} ids of {min(limits)}; export the bundle again.")

@@ -61,14 +61,15 @@ class Tokenizer:
         self.chat_template = chat_template
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle) -> Tokenizer:
-        """Read the tokenizer and, when there is one, the chat template of a bundle.
+    def from_bundle(cls, bundle: Bundle, which: str = "target") -> Tokenizer:
+        """Read the tokenizer of the `"target"`, with its chat template when there is one, or of the `"draft"`.
 
         Raises:
             BundleError: no `tokenizer.json`, or one that cannot be read.
         """
-        bundle.path("tokenizer.json")
-        return cls.from_folder(bundle.root, bundle.manifest.tokenizer)
+        own = bundle.manifest.draft_tokenizer if which == "draft" else None
+        path = bundle.path("tokenizer.json" if own is None else own.path)
+        return cls.from_folder(path.parent, bundle.manifest.tokenizer_of(which))
 
     @classmethod
     def from_folder(cls, folder: str | Path, entry: TokenizerEntry) -> Tokenizer:

@@ -51,7 +51,7 @@ def work(options: argparse.Namespace) -> None:
     """Run every kind once for each line of stdin, and print the milliseconds as a line of JSON."""
     bundle, rng = Bundle.open(options.bundle), np.random.default_rng(0)
     models: dict[str, tuple[OrtModel, OrtKVCache]] = {}
-    weights = sum(entry.size for name, entry in bundle.manifest.files.items() if ".onnx.data" in name)
+    weights = bundle.manifest.weight_bytes
     with huge_pages(weights) if options.worker == "cpu" else contextlib.nullcontext():
         for which in ("target", "draft"):
             if getattr(bundle.manifest, which) is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import signal
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +55,13 @@ def documents(tmp_path: Path) -> Path:
     ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
+
+
+def test_a_task_reads_its_file_once(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = SimpleNamespace(buffer=io.BytesIO(problems.read_bytes()), isatty=lambda: False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    task = read_task("humaneval:-", raw=True, limit=None, count=None, run_code=False)
+    assert [prompt.name for prompt in task.prompts] == ["Toy/a", "Toy/e", "Toy/q", "Toy/x"]
 
 
 def check_tables(data: dict[str, Any]) -> int:

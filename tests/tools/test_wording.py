@@ -34,7 +34,7 @@ from .conftest import Invoke
         ("generate", "stop_token_ids holds id 999", "--stop-token-id holds id 999"),
         ("generate", "threads=2 comes too late: leave threads out.", "--threads 2 comes too late: leave threads out."),
         # What is no argument stays: files, other names, words of a sentence.
-        ("build", "/tmp/max_length/x has no caches", "/tmp/max_length/x has no caches"),
+        ("build", "bundles/max_length/x has no caches", "bundles/max_length/x has no caches"),
         ("build", "the file 'max_length' is missing", "the file 'max_length' is missing"),
         (
             "build",

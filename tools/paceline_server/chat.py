@@ -44,16 +44,16 @@ class Chat:
     async def __call__(self, data: bytes, record: RequestRecord) -> ASGIApp:
         """Answer one request; see `Handler`."""
         served = replace(self._served)  # so that another bundle does not come between
-        body, works = await prepared(partial(_prepare, served), data)
+        body, tools, works = await prepared(partial(_prepare, served), data)
         texts = Texts(served, self._metrics, works, body, record)
-        answer = _Answer(served, body, texts)
+        answer = _Answer(served, body, tools, texts)
         if body.stream:
             return EventStream(answer.chunks(), texts, served.limits.client_s, record)
         with texts:
             return JSONResponse(await answer.whole())
 
 
-def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
+def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Tool], list[Generation]]:
     body = read_body(ChatBody, data)
     check_model(served, body.model)
     if body.top_logprobs is not None and not body.logprobs:
@@ -78,7 +78,7 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Generation]]:
         # Behind a first call there shall be no second one.
         more_stops=(CLOSE,) if tools and body.parallel_tool_calls is False else (),
     )
-    return body, works
+    return body, tools, works
 
 
 def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constraint | None:
@@ -102,11 +102,11 @@ def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constr
 class _Answer:
     """The answer to one request, whole or in chunks."""
 
-    def __init__(self, served: Served, body: ChatBody, texts: Texts) -> None:
+    def __init__(self, served: Served, body: ChatBody, tools: Sequence[Tool], texts: Texts) -> None:
         self._body = body
         self._texts = texts
         self._tokenizer = served.tokenizer
-        names = frozenset(tool.function.name for tool in callable_tools(body))
+        names = frozenset(tool.function.name for tool in tools)
         self._readers = [CallReader(names) for _ in texts.works]
         self._pieces = [TextPieces(self._tokenizer) for _ in texts.works] if body.wants_pieces else None
         self._end_token_ids = frozenset((*served.decoder.eos_token_ids, *(body.stop_token_ids or ())))

@@ -32,6 +32,7 @@ __all__ = [
     "engines_option",
     "profile_option",
     "provider_option",
+    "raw_option",
     "threads_option",
 ]
 
@@ -228,6 +229,9 @@ engines_option = click.option(
     metavar="DIR",
     type=FOLDER,
     help="Engines that `paceline build -o DIR` made.  [default: those in the bundle]",
+)
+raw_option = click.option(
+    "--raw", is_flag=True, help="Continue the prompts as they are, without the bundle's chat template."
 )
 threads_option = click.option(
     "--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]"

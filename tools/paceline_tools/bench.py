@@ -19,6 +19,7 @@ from .arguments import (
     engines_option,
     profile_option,
     provider_option,
+    raw_option,
     threads_option,
 )
 from .benchmark.compare import changes, differences
@@ -64,7 +65,7 @@ _OUTPUTS = {"json_file": "--json", "html_file": "--html", "markdown_file": "--ma
     type=click.IntRange(min=1),
     help="Of each source, take N prompts of each category, evenly spread.",
 )
-@click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the bundle's chat template.")
+@raw_option
 @click.option(
     "--draft-tokens",
     metavar="K|auto,…",

@@ -22,12 +22,13 @@ from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.errors import InvalidInputError
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 
-from .arguments import CACHE_DIR, FOLDER, SOURCE, NumberRange, provider_option, threads_option
+from .arguments import CACHE_DIR, FOLDER, SOURCE, NumberRange, provider_option, raw_option, threads_option
 from .benchmark.forecast import acceptance_by_place, pass_and_rest
 from .benchmark.measurement import Measurement, Plan, measure
 from .benchmark.meters import EnergyMeter
 from .benchmark.methods import PLAIN, Method
 from .benchmark.prompts import SETS, Prompt, read_prompts, unique
+from .benchmark.runner import encoded
 from .progress import stages
 from .tables import number, percent, table
 
@@ -93,7 +94,7 @@ class Finding:
     help=f"As in `paceline bench`: {', '.join(SETS)}, a text file, a file of JSON lines, or -. May be repeated.",
 )
 @click.option("--per-category", metavar="N", type=click.IntRange(min=1), help="Take N prompts of each category.")
-@click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the bundle's chat template.")
+@raw_option
 @click.option(
     "--draft-tokens",
     metavar="K",
@@ -325,22 +326,8 @@ def _measured(
 ) -> list[Measurement]:
     """Texts by plain decoding and with the bundle's draft, in turns."""
     decoder = paceline.load(bundle.root, provider=provider, threads=threads, profile=None)
-    tokenizer = decoder.tokenizer
-    assert tokenizer is not None  # load() always gives one
-    if not raw and tokenizer.chat_template is None:
-        raise InvalidInputError("The bundle has no chat template; give --raw to continue the prompts as they are.")
-    ids = [
-        tokenizer.encode(prompt.text) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-        for prompt in prompts
-    ]
-    context = decoder.target.max_length
-    kept = [one for one in ids if len(one) + plan.max_new_tokens <= context]
-    if not kept:
-        raise InvalidInputError(
-            f"No prompt leaves room for {plan.max_new_tokens} new tokens in the context of {context}; give shorter "
-            "prompts, or ask for fewer tokens."
-        )
-    found = measure(decoder, kept, plan, EnergyMeter(), {}, on_progress)
+    _, ids, _ = encoded(decoder, prompts, raw, plan.max_new_tokens, decoder.target.max_length)
+    found = measure(decoder, ids, plan, EnergyMeter(), {}, on_progress)
     return [one for one in found if isinstance(one, Measurement)]
 
 

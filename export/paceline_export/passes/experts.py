@@ -19,12 +19,13 @@ def skip_experts(model: ir.Model) -> int:
         The number of experts.
     """
     count = 0
-    for add in list(model.graph):
+    places = {node: place for place, node in enumerate(model.graph)}
+    for add in list(places):
         where = add.inputs[1].producer() if add.op_type == "Add" and add.inputs[1] is not None else None
         if where is None or where.op_type != "Where" or len(where.outputs[0].uses()) != 1:
             continue
         total, chosen = add.inputs[0], where.inputs[0]
-        nodes = _only_for(add, keep={total.producer(), chosen.producer()})
+        nodes = sorted(_only_for(add, keep={total.producer(), chosen.producer()}), key=places.__getitem__)
         if not any(node.op_type in ("MatMul", "MatMulNBits") for node in nodes):
             continue
         result = add.outputs[0]
@@ -50,8 +51,8 @@ def skip_experts(model: ir.Model) -> int:
     return count
 
 
-def _only_for(node: ir.Node, keep: set[ir.Node | None]) -> list[ir.Node]:
-    """The node, and those that nothing else needs, in their order; without `keep` and what is in front of it."""
+def _only_for(node: ir.Node, keep: set[ir.Node | None]) -> set[ir.Node]:
+    """The node, and those that nothing else needs; without `keep` and what is in front of it."""
     inside = {node}
     changed = [node]
     while changed:
@@ -62,5 +63,4 @@ def _only_for(node: ir.Node, keep: set[ir.Node | None]) -> list[ir.Node]:
             if all(user in inside for output in producer.outputs for user, _ in output.uses()):
                 inside.add(producer)
                 changed += [producer, *inside]  # an earlier one may be free now
-    assert node.graph is not None
-    return [each for each in node.graph if each in inside]
+    return inside

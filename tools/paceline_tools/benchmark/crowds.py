@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline import AsyncEngine, Generation, SpeculativeDecoder
 
 from .measurement import Plan, all_decoders
-from .methods import OURS, Method
+from .methods import OURS
 
 __all__ = ["Crowd", "measure_crowds"]
 
@@ -86,7 +86,7 @@ def _crowd(
 ) -> Crowd:
     method = plan.methods[index]
     generations = [
-        _generation(decoder, prompts[prompt], method, plan, repeat, request) for request, prompt in enumerate(group)
+        plan.generation(decoder, prompts[prompt], method, repeat, request) for request, prompt in enumerate(group)
     ]
     seconds, steps = asyncio.run(_write(generations))
     return Crowd(
@@ -96,21 +96,6 @@ def _crowd(
         round(seconds, _DIGITS),
         tuple(tuple(round(one, _DIGITS) for one, _ in text) for text in steps),
         tuple(tuple(tokens for _, tokens in text) for text in steps),
-    )
-
-
-def _generation(
-    decoder: SpeculativeDecoder, ids: Sequence[int], method: Method, plan: Plan, repeat: int, request: int
-) -> Generation:
-    return decoder.generate(
-        ids,
-        plan.sampling(method, repeat),
-        max_new_tokens=plan.max_new_tokens,
-        num_draft_tokens=method.num_draft_tokens,
-        stop=plan.stop,
-        drafter=method.drafter,
-        verification=method.verification,
-        request=request,
     )
 
 

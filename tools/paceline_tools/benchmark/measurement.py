@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from paceline import SamplingParams, SpeculativeDecoder
+from paceline import Generation, SamplingParams, SpeculativeDecoder
 from paceline_tools.peers.engines import EngineError, EngineProcess
 
 from .meters import EnergyMeter
@@ -120,6 +120,21 @@ class Plan:
         seed = None if self.seed is None or not method.temperature else self.seed + repeat
         return replace(self.knobs, temperature=method.temperature, seed=seed)
 
+    def generation(
+        self, decoder: SpeculativeDecoder, ids: Sequence[int], method: Method, repeat: int, request: int = 0
+    ) -> Generation:
+        """A text that has not begun; `request` tells texts with the same seed apart."""
+        return decoder.generate(
+            ids,
+            self.sampling(method, repeat),
+            max_new_tokens=self.max_new_tokens,
+            num_draft_tokens=method.num_draft_tokens,
+            stop=self.stop,
+            drafter=method.drafter,
+            verification=method.verification,
+            request=request,
+        )
+
 
 def measure(
     decoder: SpeculativeDecoder,
@@ -199,18 +214,9 @@ def _write(
     where: tuple[int, int, int],
 ) -> tuple[Measurement, str]:
     steps: list[tuple[float, int, int, int]] = []
-    sampling = plan.sampling(method, where[2])
     joules = meter.read()
     last = time.perf_counter()
-    generation = decoder.generate(
-        ids,
-        sampling,
-        max_new_tokens=plan.max_new_tokens,
-        num_draft_tokens=method.num_draft_tokens,
-        stop=plan.stop,
-        drafter=method.drafter,
-        verification=method.verification,
-    )
+    generation = plan.generation(decoder, ids, method, where[2])
     with generation:
         for step in generation:
             now = time.perf_counter()

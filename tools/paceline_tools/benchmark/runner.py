@@ -209,11 +209,4 @@ def check(decoder: SpeculativeDecoder, method: Method, plan: Plan, ids: list[int
         raise InvalidInputError(
             "The bundle has no draft model to measure: export with --draft, or measure --drafter prompt-lookup."
         )
-    decoder.generate(
-        ids,
-        plan.sampling(method, 0),
-        max_new_tokens=plan.max_new_tokens,
-        num_draft_tokens=method.num_draft_tokens,
-        drafter=method.drafter,
-        verification=method.verification,
-    )
+    plan.generation(decoder, ids, method, 0)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from paceline.errors import InstallationError, InvalidInputError
 
-from .prompts import Prompt, human_eval, human_eval_rows, spread, summaries, summary_rows, unique
+from .prompts import Prompt, human_eval_prompts, human_eval_rows, spread, summary_prompts, summary_rows, unique
 from .rows import Row
 from .solutions import PASSED, Problem, run_program
 
@@ -87,7 +87,8 @@ _Choose = Callable[[Sequence[tuple[Prompt, Row]]], list[tuple[Prompt, Row]]]
 
 
 def _human_eval(path: Path | None, raw: bool, run_code: bool, choose: _Choose) -> Task:
-    chosen = choose(list(zip(human_eval(path, raw), human_eval_rows(path), strict=True)))
+    rows = human_eval_rows(path)
+    chosen = choose(list(zip(human_eval_prompts(rows, raw), rows, strict=True)))
 
     def judge(problem: Problem) -> Callable[[str], Judgement]:
         def judged(answer: str) -> Judgement:
@@ -121,7 +122,8 @@ def _summaries(path: Path | None, raw: bool, run_code: bool, choose: _Choose) ->
         )
     from rouge_score.rouge_scorer import RougeScorer
 
-    chosen = choose(list(zip(summaries(path, raw), summary_rows(path), strict=True)))
+    rows = summary_rows(path)
+    chosen = choose(list(zip(summary_prompts(rows, raw), rows, strict=True)))
     scorer = RougeScorer(["rouge2"], use_stemmer=True)
 
     def judge(references: list[str]) -> Callable[[str], Judgement]:
