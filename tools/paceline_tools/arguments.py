@@ -30,6 +30,7 @@ __all__ = [
     "NumberRange",
     "check_text",
     "engines_option",
+    "own_layers",
     "profile_option",
     "provider_option",
     "raw_option",
@@ -243,6 +244,16 @@ profile_option = click.option(
     show_default=True,
     help="Costs that auto plans by: a file of `paceline tune`, the one that it stored for this setup, or none.",
 )
+
+
+def own_layers(draft: str | None) -> int | None:
+    """N of a draft `self:N`, which is no source of its own."""
+    if draft is None or not draft.startswith("self:"):
+        return None
+    count = draft.removeprefix("self:")
+    if not count.isdecimal() or int(count) < 1:
+        raise click.UsageError(f"--draft {draft}: a number of layers of at least 1 is expected, such as self:8.")
+    return int(count)
 
 
 def check_text(option: str, text: str) -> None:

@@ -13,7 +13,7 @@ from paceline import Bundle
 from paceline.bundle import MANIFEST_NAME
 from paceline_export.recipe import PairRecipe, find_recipe
 
-from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SIZE, SOURCE
+from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SIZE, SOURCE, own_layers
 from .progress import stages
 from .tables import duration, quality_table, size, table
 
@@ -144,7 +144,7 @@ def command(
     elif draft is not None and isinstance(pair := find_recipe(draft), PairRecipe):
         raise click.UsageError(f"--draft {draft} names a pair; give the pair's draft, --draft {pair.draft}.")
 
-    draft_layers = _own_layers(draft)
+    draft_layers = own_layers(draft)
     if draft_layers is not None:
         draft = None
 
@@ -202,16 +202,6 @@ def command(
             on_progress=on_progress,
         )
     click.echo(json.dumps(asdict(report), default=str, indent=1) if as_json else _text(report))
-
-
-def _own_layers(draft: str | None) -> int | None:
-    """N of a draft `self:N`, which is no source of its own."""
-    if draft is None or not draft.startswith("self:"):
-        return None
-    count = draft.removeprefix("self:")
-    if not count.isdecimal() or int(count) < 1:
-        raise click.UsageError(f"--draft {draft}: a number of layers of at least 1 is expected, such as self:8.")
-    return int(count)
 
 
 def _text(report: ExportReport) -> str:

@@ -13,7 +13,7 @@ import click
 
 from paceline import Bundle
 from paceline.bundle import ModelEntry
-from paceline.engines import engine_fault
+from paceline.engines import build_command, engine_fault
 from paceline.shared_ids import read_shared_ids
 
 from .arguments import FOLDER
@@ -125,8 +125,7 @@ def _engines(bundle: Bundle) -> Iterator[str]:
     yield ""
     for engine in engines:
         if fault := engine_fault(bundle.root, engine.path, bundle.manifest.files[engine.path]):
-            mend = f"`paceline build {bundle.root} --backend {engine.backend} --sm {engine.sm}` builds it again."
-            yield f"Warning: {fault} {mend}"
+            yield f"Warning: {fault} {build_command(bundle, engine.backend, engine.sm)} builds it again."
             yield ""
 
 

@@ -22,7 +22,7 @@ from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.errors import InvalidInputError
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 
-from .arguments import CACHE_DIR, FOLDER, SOURCE, NumberRange, provider_option, raw_option, threads_option
+from .arguments import CACHE_DIR, FOLDER, SOURCE, NumberRange, own_layers, provider_option, raw_option, threads_option
 from .benchmark.forecast import acceptance_by_place, pass_and_rest
 from .benchmark.measurement import Measurement, Plan, measure
 from .benchmark.meters import EnergyMeter
@@ -270,19 +270,15 @@ def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> tuple[Any, i
     """Where a draft of `--draft` comes from, brought to this machine, and the layers that are cut from it, if any."""
     from paceline_export.source import resolve
 
-    layers = None
-    source = draft
-    if draft.startswith("self:"):
-        count = draft.removeprefix("self:")
-        if not count.isdecimal() or int(count) < 1:
-            raise InvalidInputError(f"--draft {draft}: a number of layers of at least 1 is expected.")
+    layers, source = own_layers(draft), draft
+    if layers is not None:
         entry = bundle.manifest.target.source
         if entry.kind not in ("recipe", "hub"):
             raise InvalidInputError(
                 f"--draft {draft}: where {bundle.root} got its target from, {entry.name}, is not known any more. "
                 f"Export it: paceline export --target {entry.name} --draft {draft}, and name that bundle as DIR."
             )
-        layers, source = int(count), entry.name
+        source = entry.name
     return resolve(source, cache_dir=cache_dir, progress=False), layers
 
 
