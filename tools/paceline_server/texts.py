@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from paceline import Generation, SamplingParams, Step
 from paceline.constraint import Constraint
+from paceline.engine import StepStream
 from paceline.errors import ContextLengthError
 
 from .api_error import ApiError
@@ -168,32 +170,11 @@ class Texts:
         Raises:
             DeadlineError: the request takes too long; and whatever the library raises on the way.
         """
-        queue: asyncio.Queue[tuple[int, Step | Exception | None]] = asyncio.Queue()
-
-        async def pump(index: int) -> None:
-            try:
-                async for step in self._streams[index]:
-                    queue.put_nowait((index, step))
-                queue.put_nowait((index, None))
-            except Exception as error:  # raised below, where the request is
-                queue.put_nowait((index, error))
-
-        pumps = [asyncio.create_task(pump(index)) for index in range(len(self._streams))]
-        before = [self._started] * len(pumps)
-        left = len(pumps)
-        try:
-            while left:
-                index, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    left -= 1
-                    continue
-                self._observe(item, before, index)
-                yield index, item
-        finally:
-            for task in pumps:
-                task.cancel()
+        before = [self._started] * len(self._streams)
+        async with aclosing(_merged(self._streams)) as merged:
+            async for index, step in merged:
+                self._observe(step, before, index)
+                yield index, step
 
     def _observe(self, step: Step, before: list[float], index: int) -> None:
         now = time.monotonic()
@@ -219,3 +200,35 @@ class Texts:
             "proposed": sum(one.proposed for one in stats),
             "rounds": sum(one.rounds for one in stats),
         }
+
+
+async def _merged(streams: Sequence[StepStream[Step]]) -> AsyncGenerator[tuple[int, Step], None]:
+    """The steps of several streams as they come, each with its stream's number; raises what the first one raises."""
+    if len(streams) == 1:  # nothing to merge: a task and a queue less between the model and the client
+        async for step in streams[0]:
+            yield 0, step
+        return
+    queue: asyncio.Queue[tuple[int, Step | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async for step in streams[index]:
+                queue.put_nowait((index, step))
+            queue.put_nowait((index, None))
+        except Exception as error:  # raised below, where the request is
+            queue.put_nowait((index, error))
+
+    pumps = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    left = len(pumps)
+    try:
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in pumps:
+            task.cancel()
