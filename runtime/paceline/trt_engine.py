@@ -88,7 +88,7 @@ class Engine:
         """Deserialise the engine of one of a bundle's models that fits this machine, from the bundle or a folder.
 
         Raises:
-            InstallationError: there is no GPU, or its TensorRT is not installed.
+            InstallationError: there is no GPU, or its TensorRT is not installed, or does not start.
             BundleError: there is none that fits, with both sides of what does not; or it is damaged.
             InvalidInputError: the GPU has no room for it.
         """
@@ -105,7 +105,13 @@ class Engine:
             )
         log = _logger(trt)
         log.errors.clear()
-        runtime = trt.Runtime(log)
+        try:
+            runtime = trt.Runtime(log)
+        except TypeError as error:  # from the bindings, where TensorRT makes none; it says nothing of why
+            raise InstallationError(
+                f"{row.name} {version} does not start: {'; '.join(log.errors) or 'it gives no reason'}. See whether the "
+                f"NVIDIA driver is new enough for it (nvidia-smi), or install it anew. {row.install}"
+            ) from error
         engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise BundleError(

@@ -15,7 +15,7 @@ LENGTH, HEADS, SIZE, LAYERS, VOCAB = 128, 2, 64, 2, 64
 
 
 def small_graph(
-    *, size: int = SIZE, nonpad: bool = False, unused: bool = False, unfused: bool = False
+    *, size: int = SIZE, nonpad: bool = False, unused: bool = False, unfused: bool = False, boolean: bool = False
 ) -> onnx.ModelProto:
     """Two layers of attention over caches, with a mask that both share.
 
@@ -24,6 +24,7 @@ def small_graph(
         nonpad: valid lengths reach the attention as its last input instead of the mask.
         unused: an input that nothing reads.
         unfused: the attention is written out, and its weights are used once more.
+        boolean: the mask holds truth values, and is not added to the scores.
     """
     width = HEADS * size
     rng = np.random.default_rng(0)
@@ -56,7 +57,7 @@ def small_graph(
     add("Add", ["starts", "offsets"], "at")
     add("Unsqueeze", ["at", "axes3"], "at4")
     add("LessOrEqual", ["positions", "at4"], "seen")
-    mask = add("Where", ["seen", "visible", "hidden"], "mask")
+    mask = "seen" if boolean else add("Where", ["seen", "visible", "hidden"], "mask")
     if nonpad:
         add("Add", ["write_indices", "rows"], "lengths")
     past: list[str] = []

@@ -23,7 +23,7 @@ from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle, EngineProfile
 from paceline.engines import find_engine, read_index
-from paceline.errors import BuildError, InvalidInputError
+from paceline.errors import BuildError, InstallationError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS
 from paceline_export.engine.build import Plan, _listeners, build_plan
 from paceline_export.engine.bundle import build_engines
@@ -111,6 +111,14 @@ def test_a_strict_build_refuses_what_tensorrt_lets_pass(name: str, tmp_path: Pat
     assert len(memoryview(plan.content)) > 0
 
 
+def test_a_mask_of_truth_values_that_layers_share_does_not_build(tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7 fails on it with several profiles; the flavour `trt` adds its mask to the scores."""
+    graph = write_small_graph(tmp_path, boolean=True)
+    for strict in (True, False):
+        with pytest.raises(BuildError, match=r"cannot build .* compute capability 8\.9: .*more than one op named"):
+            build(graph, strict=strict)
+
+
 def test_attention_without_a_kernel_of_its_own_does_not_build(tmp_path: Path) -> None:
     """TensorRT-RTX refuses an `Attention` that it cannot fuse; only one that is written out can be slow unseen."""
     graph, profiles = write_small_graph(tmp_path, size=512), small_profiles(size=512)
@@ -134,6 +142,36 @@ def test_a_graph_that_cannot_be_parsed_says_why(tmp_path: Path) -> None:
     onnx.save(model, path)
     with pytest.raises(BuildError, match=r"cannot parse .*NoSuchOperator"):
         build(path)
+
+
+def test_tensorrt_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trt = RTX.load()
+
+    def builder(log: Any) -> None:
+        log.log(trt.ILogger.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")  # as the bindings do
+
+    monkeypatch.setattr(trt, "Builder", builder)
+    graph = write_small_graph(tmp_path)
+    with pytest.raises(InstallationError, match=r"rtx 1\.\d.* does not start: CUDA initialization failure with error: 35"):
+        build(graph)
+    with pytest.raises(InstallationError, match=r"whether the NVIDIA driver is new enough for it .*pypi\.nvidia\.com"):
+        proper = dataclasses.replace(BACKENDS["tensorrt"], module=RTX.module)
+        build_plan(graph, small_profiles(), backend=proper, sms=["8.9"])
+
+
+def test_a_build_that_memory_does_not_suffice_for_says_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt = RTX.load()
+
+    def build_serialized_network(builder: Any, network: Any, config: Any) -> None:
+        _listeners(trt)[0].log(trt.ILogger.ERROR, "[virtualMemoryBuffer.cpp] CUDA error 2: out of memory")
+
+    monkeypatch.setattr(trt.Builder, "build_serialized_network", build_serialized_network)
+    message = r"cannot build .*: out of memory\. Memory ran out: the weights alone take \d+ bytes, .* \d+ of the machine's"
+    with pytest.raises(BuildError, match=message):
+        build(write_small_graph(tmp_path))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(143), OSError("stderr is gone")])

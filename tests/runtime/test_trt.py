@@ -383,6 +383,22 @@ def test_tensorrt_that_is_absent_or_a_stub_says_where_it_comes_from(
         paceline.load(bundle, provider=provider)
 
 
+def test_tensorrt_that_does_not_start_says_why(
+    bundle: Path, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As real bindings behind a library that makes no runtime; see `tests/export/test_bindings.py`."""
+    trt: Any = sys.modules["tensorrt_rtx"]
+
+    def runtime(log: Any) -> None:
+        log.log(trt.ILogger.ERROR, "Simulated: the driver is older than 13.0.")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    monkeypatch.setattr(trt, "Runtime", runtime)
+    message = rf"tensorrt-rtx-engine {VERSION} does not start: Simulated: the driver is older than 13\.0\. .*nvidia-smi"
+    with pytest.raises(InstallationError, match=message):
+        paceline.load(bundle, provider=PROVIDER)
+
+
 def test_what_an_engine_was_built_for_and_what_is_here(
     bundle: Path, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
