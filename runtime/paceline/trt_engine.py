@@ -108,9 +108,10 @@ class Engine:
         try:
             runtime = trt.Runtime(log)
         except TypeError as error:  # from the bindings, where TensorRT makes none; it says nothing of why
+            reasons = "; ".join(log.errors) or "it gives no reason"
             raise InstallationError(
-                f"{row.name} {version} does not start: {'; '.join(log.errors) or 'it gives no reason'}. See whether the "
-                f"NVIDIA driver is new enough for it (nvidia-smi), or install it anew. {row.install}"
+                f"{row.name} {version} does not start: {reasons}. See whether the NVIDIA driver is new enough for it "
+                f"(nvidia-smi). {row.install}"
             ) from error
         engine = runtime.deserialize_cuda_engine(content)
         if engine is None:

@@ -191,9 +191,7 @@ except TypeError as error:
 
 
 @pytest.mark.slow
-def test_where_tensorrt_does_not_start_a_build_says_so(
-    bindings: tuple[str, dict[str, str]], tmp_path: Path
-) -> None:
+def test_where_tensorrt_does_not_start_a_build_says_so(bindings: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """As behind a driver that is too old: then the bindings raise what `_builder` and `Engine.open` wait for."""
     version, environment = bindings
     path = os.pathsep.join([environment["PYTHONPATH"], *sys.path])
@@ -206,7 +204,9 @@ def test_where_tensorrt_does_not_start_a_build_says_so(
     )
     assert done.returncode == 0, done.stderr
     said, raised = done.stdout.splitlines()
-    assert said.startswith(f"tensorrt {version} does not start: it gives no reason. Install it anew, and see whether the")
+    assert said.startswith(
+        f"tensorrt {version} does not start: it gives no reason. Install it anew, and see whether the"
+    )
     assert "factory function returned nullptr" in raised
 
 

@@ -394,7 +394,7 @@ def test_tensorrt_that_does_not_start_says_why(
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     monkeypatch.setattr(trt, "Runtime", runtime)
-    message = rf"tensorrt-rtx-engine {VERSION} does not start: Simulated: the driver is older than 13\.0\. .*nvidia-smi"
+    message = rf"tensorrt-rtx {VERSION} does not start: Simulated: the driver is older than 13\.0\. .*nvidia-smi"
     with pytest.raises(InstallationError, match=message):
         paceline.load(bundle, provider=PROVIDER)
 

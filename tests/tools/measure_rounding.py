@@ -3,8 +3,8 @@
 `python -m tests.tools.measure_rounding BUNDLE` prints the figures that the tolerances of `paceline verify` stand on
 (`tools/paceline_tools/invariants.py`): the largest total variation of the next token's distribution, and how far below
 the best logit the other pass's choice lies where the two choose differently. Whatever the bundle's precision, its
-weights run in each dtype; products accumulate in float32, as on a GPU's tensor cores, and are rounded once. `float8`, for
-bundles of the precision fp8, is float16 with the projections' inputs rounded to float8 numbers, as their graphs do it.
+weights run in each dtype; products accumulate in float32, as on a GPU's tensor cores, and are rounded once. `float8`,
+for bundles of the precision fp8, is float16 with the projections' inputs rounded to float8 numbers, as in their graphs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, width: int) -> torch.Tenso
     cache, found, position = DynamicCache(), [], 0
     while position < len(ids):
         count = width if position else PROMPT
-        out = model(ids[position : position + count][None], past_key_values=cache, use_cache=True)
+        out = model(ids[position : position + count][None], cache=cache, use_cache=True)
         found.append(out.logits[0].float())
         position += count
     return torch.cat(found)[PROMPT:]
@@ -82,7 +82,9 @@ def main() -> None:
         if name == "float8":
             scales = input_scales(bundle.path(bundle.manifest.target.path))
             if not scales:
-                parser.error(f"{options.bundle} rounds no inputs to float8; export it with --flavor trt --precision fp8")
+                parser.error(
+                    f"{options.bundle} rounds no inputs to float8; export it with --flavor trt --precision fp8"
+                )
             round_inputs(model, scales)
         variations, logit_differences, gaps, rows = [], [], [], 0
         for ids in texts:

@@ -174,10 +174,12 @@ def _builder(trt: Any, log: Any, backend: Backend) -> Any:
     try:
         return trt.Builder(log)
     except TypeError as error:
-        driver = ", and see whether the NVIDIA driver is new enough for it (nvidia-smi)" if backend.times_kernels else ""
+        driver = (
+            ", and see whether the NVIDIA driver is new enough for it (nvidia-smi)" if backend.times_kernels else ""
+        )
+        reasons = "; ".join(log.errors) or "it gives no reason"
         raise InstallationError(
-            f"{backend.name} {trt.__version__} does not start: {'; '.join(log.errors) or 'it gives no reason'}. Install "
-            f"it anew{driver}: {backend.mend}"
+            f"{backend.name} {trt.__version__} does not start: {reasons}. Install it anew{driver}: {backend.mend}"
         ) from error
 
 
