@@ -356,25 +356,29 @@ def test_ctrl_c_ends_the_command_and_adds_nothing(number: int, code: int, pair: 
 
 
 SMOL = """
-import dataclasses, json, sys
+import dataclasses, json, sys, time
 from pathlib import Path
 from paceline.bundle import Bundle
 from paceline_export.engine.bundle import build_engines
 bundle = Bundle.open(sys.argv[1])
 own_draft = Bundle(bundle.root, dataclasses.replace(bundle.manifest, draft=bundle.manifest.target))
 report = build_engines(own_draft, sys.argv[2].split(","), out=Path(sys.argv[3]))
-print(json.dumps(dataclasses.asdict(report), default=str))
+print(json.dumps({**dataclasses.asdict(report), "processor_s": time.process_time()}, default=str))
 """
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callable[[str], Path], tmp_path: Path) -> None:
-    """As target and as its own draft, with their profiles, in the memory of a small machine."""
+    """As target and as its own draft, with their profiles, in the memory of a small machine; `-rP` shows the figures."""
     sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
     command = [sys.executable, "-c", SMOL, str(smol_trt(precision)), ",".join(sms), str(tmp_path / "engines")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    print(
+        f"{precision}: {len(report['engines'])} engines in {report['seconds']:.1f} s, {report['processor_s']:.1f} s of "
+        f"processor time with imports; peak memory {report['peak_memory'] / 1e9:.2f} GB"
+    )
     groups = [sms] if precision == "fp16" else [[sm] for sm in sms]
     assert [(engine["entry"]["model"], engine["sms"]) for engine in report["engines"]] == [
         (which, group) for which in ("target", "draft") for group in groups
