@@ -11,10 +11,8 @@ from tiny import sizes, tiny_checkpoint
 from transformers import LlamaConfig
 
 from paceline.bundle import Bundle
-from paceline.tokenizer import Tokenizer
-from paceline_export.cpu import open_on_cpu
 from paceline_export.export import export_bundle
-from paceline_export.parity import TEXT, reference_model
+from paceline_export.parity import reference_model
 from paceline_export.source import resolve
 
 from . import measure_rounding
@@ -30,22 +28,24 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
-def test_inputs_are_rounded_as_the_graph_rounds_them(bundle: Path) -> None:
+def test_scales_are_those_of_the_graph(bundle: Path) -> None:
     opened = Bundle.open(bundle)
-    entry = opened.manifest.target
-    scales = input_scales(opened.path(entry.path))
+    scales = input_scales(opened.path(opened.manifest.target.path))
     parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
     assert set(scales) == {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts}
-    ids = torch.tensor(Tokenizer.from_bundle(opened).encode(TEXT, add_special_tokens=False)[:96])
-    graph = open_on_cpu(opened.path(entry.path), entry, 128)
-    found = torch.from_numpy(graph.forward(ids.tolist(), graph.new_cache(128), len(ids)).copy())
-    whole = reference_model(opened, entry)
+    assert scales["model.layers.0.self_attn.q_proj"] == scales["model.layers.0.self_attn.v_proj"] > 0
+    assert scales["model.layers.0.self_attn.q_proj"] != scales["model.layers.1.self_attn.q_proj"]
+
+
+def test_inputs_become_float8_numbers_times_their_scale() -> None:
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(5, 5, bias=False), "other": torch.nn.Linear(5, 5, bias=False)})
+    for layer in model.values():
+        torch.nn.init.eye_(layer.weight)
+    round_inputs(model, {"one": 2.0})
+    x = torch.tensor([2.0, 2.1, 2.15, -2.4, 5000.0])  # the steps from 2 on are 0.25, and the largest number is 2 x 448
     with torch.inference_mode():
-        as_they_are = whole(ids[None]).logits[0]
-        round_inputs(whole, scales)
-        rounded = whole(ids[None]).logits[0]
-    apart = (as_they_are - found).abs().mean()
-    assert (rounded - found).abs().mean() < 0.25 * apart
+        assert model["one"](x).tolist() == [2.0, 2.0, 2.25, -2.5, 896.0]
+        assert model["other"](x).tolist() == x.tolist()
 
 
 def test_a_text_is_fed_in_passes(bundle: Path) -> None:
@@ -66,4 +66,13 @@ def test_it_prints_a_line_for_each_dtype(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["dtype", "float32", "float8"]
     assert [line[1] for line in lines[1:]] == [str(4 * 16)] * 2
-    assert 0 < float(lines[1][2]) < float(lines[2][2]) <= 1
+    assert all(0 <= float(line[2]) < 0.5 for line in lines[1:])
+
+
+def test_a_bundle_that_rounds_no_inputs_has_no_float8(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure_rounding", str(tiny_bundle), "--dtypes", "float8", "--texts", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "rounds no inputs to float8; export it with --flavor trt --precision fp8" in capsys.readouterr().err
