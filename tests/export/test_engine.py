@@ -368,7 +368,7 @@ print(json.dumps({**dataclasses.asdict(report), "processor_s": time.process_time
 
 @pytest.mark.parametrize("precision", ["fp16", "int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callable[[str], Path], tmp_path: Path) -> None:
-    """As target and as its own draft, with their profiles, in the memory of a small machine; `-rP` shows the figures."""
+    """As target and as its own draft, with their profiles, in the memory of a small machine. `-rP` shows figures."""
     sms = [sm for sm in ("8.0", "8.6", "8.9", "12.0") if precision in RTX.targets[sm]]
     command = [sys.executable, "-c", SMOL, str(smol_trt(precision)), ",".join(sms), str(tmp_path / "engines")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
