@@ -88,7 +88,7 @@ class Engine:
         """Deserialise the engine of one of a bundle's models that fits this machine, from the bundle or a folder.
 
         Raises:
-            InstallationError: there is no GPU, or its TensorRT is not installed.
+            InstallationError: there is no GPU, or its TensorRT is not installed, or does not start.
             BundleError: there is none that fits, with both sides of what does not; or it is damaged.
             InvalidInputError: the GPU has no room for it.
         """
@@ -105,7 +105,14 @@ class Engine:
             )
         log = _logger(trt)
         log.errors.clear()
-        runtime = trt.Runtime(log)
+        try:
+            runtime = trt.Runtime(log)
+        except TypeError as error:  # from the bindings, where TensorRT makes none; it says nothing of why
+            reasons = "; ".join(log.errors) or "it gives no reason"
+            raise InstallationError(
+                f"{row.name} {version} does not start: {reasons}. See whether the NVIDIA driver is new enough for it "
+                f"(nvidia-smi). {row.install}"
+            ) from error
         engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise BundleError(

@@ -15,7 +15,7 @@ LENGTH, HEADS, SIZE, LAYERS, VOCAB = 128, 2, 64, 2, 64
 
 
 def small_graph(
-    *, size: int = SIZE, nonpad: bool = False, unused: bool = False, unfused: bool = False
+    *, size: int = SIZE, nonpad: bool = False, unused: bool = False, unfused: bool = False, mask_behind: bool = False
 ) -> onnx.ModelProto:
     """Two layers of attention over caches, with a mask that both share.
 
@@ -24,6 +24,7 @@ def small_graph(
         nonpad: valid lengths reach the attention as its last input instead of the mask.
         unused: an input that nothing reads.
         unfused: the attention is written out, and its weights are used once more.
+        mask_behind: the attention is written out, and its mask multiplies the weights, behind the softmax.
     """
     width = HEADS * size
     rng = np.random.default_rng(0)
@@ -57,6 +58,8 @@ def small_graph(
     add("Unsqueeze", ["at", "axes3"], "at4")
     add("LessOrEqual", ["positions", "at4"], "seen")
     mask = add("Where", ["seen", "visible", "hidden"], "mask")
+    if mask_behind:
+        add("Cast", ["seen"], "shown", to=half)
     if nonpad:
         add("Add", ["write_indices", "rows"], "lengths")
     past: list[str] = []
@@ -74,9 +77,14 @@ def small_graph(
             past.append(cache)
             inputs = [cache, parts[part], "write_indices"]
             kept[part] = add("TensorScatter", inputs, f"present.{layer}.{name}", axis=2, mode="linear")
-        if unfused:
+        if unfused or mask_behind:
             add("Transpose", [kept["k"]], f"kt{layer}", perm=[0, 1, 3, 2])
             add("MatMul", [parts["q"], f"kt{layer}"], f"raw{layer}")
+        if mask_behind:
+            add("Softmax", [f"raw{layer}"], f"weights{layer}", axis=-1)
+            add("Mul", [f"weights{layer}", "shown"], f"masked{layer}")
+            add("MatMul", [f"masked{layer}", kept["v"]], f"a{layer}")
+        elif unfused:
             add("Add", [f"raw{layer}", mask], f"scores{layer}")
             add("Softmax", [f"scores{layer}"], f"weights{layer}", axis=-1)
             add("MatMul", [f"weights{layer}", kept["v"]], f"values{layer}")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_trt import write_small_graph
 
 from paceline_export.engine.backends import BACKENDS
 
@@ -168,6 +169,45 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", str(folder / library)]
         subprocess.run([*command, str(folder / "null.c")], check=True)
     return version, {"PYTHONPATH": str(kept), "LD_LIBRARY_PATH": str(folder)}
+
+
+# A build, and a runtime, with bindings whose libraries make neither.
+START = """
+import dataclasses, pathlib, sys
+from paceline.errors import InstallationError
+from paceline_export.engine.backends import BACKENDS
+from paceline_export.engine.build import build_plan
+import tensorrt_bindings as trt
+backend = dataclasses.replace(BACKENDS["tensorrt"], module="tensorrt_bindings")
+try:
+    build_plan(pathlib.Path(sys.argv[1]), (), backend=backend, sms=["8.9"])
+except InstallationError as error:
+    print(error)
+try:
+    trt.Runtime(trt.Logger())
+except TypeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_where_tensorrt_does_not_start_a_build_says_so(bindings: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """As behind a driver that is too old: then the bindings raise what `_builder` and `Engine.open` wait for."""
+    version, environment = bindings
+    path = os.pathsep.join([environment["PYTHONPATH"], *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(write_small_graph(tmp_path))],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, raised = done.stdout.splitlines()
+    assert said.startswith(
+        f"tensorrt {version} does not start: it gives no reason. Install it anew, and see whether the"
+    )
+    assert "factory function returned nullptr" in raised
 
 
 @pytest.mark.slow

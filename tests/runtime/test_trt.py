@@ -140,14 +140,14 @@ def test_smollm2_says_what_its_other_flavour_says(smol_bundle: Path, tmp_path: P
 
 def test_rows_are_split_into_passes_that_profiles_are_for(bundle: Path, gpu: SimulatedCuda) -> None:
     target, draft = model_of(bundle).engine, model_of(bundle, "draft").engine
-    assert (target.max_rows, target.max_logits, draft.max_rows, draft.max_logits) == (LENGTH, K + 1, LENGTH, 1)
+    assert (target.max_rows, target.max_logits, draft.max_rows, draft.max_logits) == (LENGTH, K + 1, LENGTH, 2)
     assert target.passes(K + 1, K + 1) == [(5, 5)]
     assert target.passes(60, 1) == [(60, 1)]
     assert target.passes(60, K + 1) == [(60, 5)]
     assert target.passes(12, 12) == [(5, 5), (5, 5), (2, 2)]
     assert target.passes(20, 7) == [(18, 5), (2, 2)]
     assert target.passes(2 * LENGTH + 3, 1) == [(LENGTH, 0), (LENGTH, 0), (3, 1)]
-    assert draft.passes(4, 3) == [(2, 1), (1, 1), (1, 1)]
+    assert draft.passes(4, 3) == [(3, 2), (1, 1)]
     names = [profile.name for profile in target.entry.profiles]
     assert [names[target.profile_for(shape)] for shape in ((1, 1), (5, 5), (6, 5), (6, 1), (LENGTH, 1))] == [
         "verify",
@@ -381,6 +381,22 @@ def test_tensorrt_that_is_absent_or_a_stub_says_where_it_comes_from(
     monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     with pytest.raises(InstallationError, match=rf"{module} that is installed has no runtime: it is a stub.*{mend}"):
         paceline.load(bundle, provider=provider)
+
+
+def test_tensorrt_that_does_not_start_says_why(
+    bundle: Path, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As real bindings behind a library that makes no runtime; see `tests/export/test_bindings.py`."""
+    trt: Any = sys.modules["tensorrt_rtx"]
+
+    def runtime(log: Any) -> None:
+        log.log(trt.ILogger.ERROR, "Simulated: the driver is older than 13.0.")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    monkeypatch.setattr(trt, "Runtime", runtime)
+    message = rf"tensorrt-rtx {VERSION} does not start: Simulated: the driver is older than 13\.0\. .*nvidia-smi"
+    with pytest.raises(InstallationError, match=message):
+        paceline.load(bundle, provider=PROVIDER)
 
 
 def test_what_an_engine_was_built_for_and_what_is_here(

@@ -3,12 +3,14 @@
 `python -m tests.tools.measure_rounding BUNDLE` prints the figures that the tolerances of `paceline verify` stand on
 (`tools/paceline_tools/invariants.py`): the largest total variation of the next token's distribution, and how far below
 the best logit the other pass's choice lies where the two choose differently. Whatever the bundle's precision, its
-weights run in each dtype; products accumulate in float32, as on a GPU's tensor cores, and are rounded once.
+weights run in each dtype; products accumulate in float32, as on a GPU's tensor cores, and are rounded once. `float8`,
+for bundles of the precision fp8, is float16 with the projections' inputs rounded to float8 numbers, as in their graphs.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,11 +20,13 @@ from transformers import DynamicCache
 from paceline.bundle import Bundle
 from paceline.tokenizer import Tokenizer
 from paceline_export.calibrate.texts import HELD_OUT
+from paceline_export.cpu import load_graph
 from paceline_export.parity import reference_model
 
 ROWS = 160  # of each text
 PROMPT = 32  # of them at once, before the passes
 WIDTHS = (1, 2, 5, 9)
+FLOAT8_END = 448.0  # the largest number of e4m3
 
 
 @torch.inference_mode()
@@ -31,25 +35,57 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, width: int) -> torch.Tenso
     cache, found, position = DynamicCache(), [], 0
     while position < len(ids):
         count = width if position else PROMPT
-        out = model(ids[position : position + count][None], past_key_values=cache, use_cache=True)
+        out = model(ids[position : position + count][None], cache=cache, use_cache=True)
         found.append(out.logits[0].float())
         position += count
     return torch.cat(found)[PROMPT:]
 
 
+def input_scales(graph: Path) -> dict[str, float]:
+    """What a projection's inputs are divided by before they are rounded to float8, by the projection's name."""
+    model, found = load_graph(graph), {}
+    for node in model.graph:
+        if node.op_type != "MatMul":
+            continue
+        rounded, transposed = (value.producer() for value in node.inputs)
+        if rounded is None or rounded.op_type != "DequantizeLinear":
+            continue
+        weight = transposed.inputs[0].producer().inputs[0].name  # dequantised, and transposed
+        found[weight.removesuffix(".weight.q")] = float(rounded.inputs[1].const_value.numpy())
+    return found
+
+
+def round_inputs(model: torch.nn.Module, scales: dict[str, float]) -> None:
+    """Have these projections read float8 numbers times their scales."""
+    for name, scale in scales.items():
+
+        def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor], *, scale: float = scale) -> torch.Tensor:
+            levels = (inputs[0].float() / scale).clamp(-FLOAT8_END, FLOAT8_END).to(torch.float8_e4m3fn)
+            return (levels.float() * scale).to(inputs[0].dtype)
+
+        model.get_submodule(name).register_forward_pre_hook(rounded)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--dtypes", default="float32,float16,bfloat16")
+    parser.add_argument("--dtypes", default="float32,float16,bfloat16", help="some of these, and float8")
     parser.add_argument("--texts", type=int, default=6)
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)
     tokenizer = Tokenizer.from_bundle(bundle)
     texts = _texts(tokenizer, options.texts)
-    model = reference_model(bundle, bundle.manifest.target)
+    exact = reference_model(bundle, bundle.manifest.target)
     print(f"{'dtype':9} {'rows':>5} {'max TV':>8} {'mean TV':>8} {'max logit':>9} {'parted':>6} {'max gap':>8}")
     for name in options.dtypes.split(","):
-        model = model.to(getattr(torch, name))
+        model = copy.deepcopy(exact).to(torch.float16 if name == "float8" else getattr(torch, name))
+        if name == "float8":
+            scales = input_scales(bundle.path(bundle.manifest.target.path))
+            if not scales:
+                parser.error(
+                    f"{options.bundle} rounds no inputs to float8; export it with --flavor trt --precision fp8"
+                )
+            round_inputs(model, scales)
         variations, logit_differences, gaps, rows = [], [], [], 0
         for ids in texts:
             whole = logits(model, ids, ROWS - PROMPT)

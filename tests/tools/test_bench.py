@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from paceline_tools.benchmark.measurement import Failure, Measurement, measure
 from paceline_tools.benchmark.meters import EnergyMeter, read_bandwidth
 
 from .bench_documents import made_up
-from .conftest import CONTEXT, Invoke, run_paceline, write_table_bundle
+from .conftest import CONTEXT, Invoke, environment, run_paceline, write_table_bundle
 from .test_bench_figures import check_summary
 
 SHORT = ("--max-new-tokens", 24, "--repeats", 2, "--prompts")
@@ -141,6 +142,40 @@ def test_ctrl_c_keeps_what_is_there(
     assert "was broken off" in html.read_text(encoding="utf-8")
 
 
+# The command as its entry point runs it, which signals itself behind the fifth text.
+SIGNALLED = """
+import os, sys
+from paceline_tools.__main__ import main
+from paceline_tools.benchmark import runner
+measure = runner.measure
+def signalled(*args, **options):
+    for index, one in enumerate(measure(*args, **options)):
+        yield one
+        if index == 4:
+            os.kill(os.getpid(), int(number))
+runner.measure = signalled
+number = sys.argv.pop(1)
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_process_that_is_signalled_keeps_what_is_there(
+    tiny_bundle: Path, prompts: Path, tmp_path: Path, number: int, code: int, name: str
+) -> None:
+    file, html = tmp_path / "run.json", tmp_path / "run.html"
+    args = ("bench", tiny_bundle, "--raw", *SHORT, prompts, "--draft-tokens", 2, "--json", file, "--html", html)
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Broken off; what was measured is kept." in done.stderr
+    assert f"THE RUN WAS BROKEN OFF ({name})" in done.stdout
+    data = json.loads(file.read_text())
+    assert (data["run"]["complete"], data["run"]["ended_by"], len(data["measurements"])) == (False, name, 5)
+    assert f"was broken off ({name})" in html.read_text(encoding="utf-8")
+
+
 def test_a_fault_in_the_middle_keeps_what_is_there(
     invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +258,41 @@ def test_prompts_beyond_the_context_are_skipped_and_counted(invoke: Invoke, tabl
     result = invoke("bench", table_bundle, "--raw", *SHORT, path)
     assert result.exit_code == 2
     assert "All 1 prompts were skipped: the shortest has 99 tokens" in result.stderr
+
+
+# A disk of 8 kB, in namespaces of its own.
+SMALL_DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+MOUNT = 'mount -t tmpfs -o size=8k small "$0" && exec "$@"'
+
+
+def test_a_run_whose_disk_is_full_is_written_to_the_folder_for_temporary_files(
+    tiny_bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    full, spare = tmp_path / "full", tmp_path / "spare"
+    full.mkdir()
+    spare.mkdir()
+    try:
+        subprocess.run([*SMALL_DISK, MOUNT, str(full), "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    command = (sys.executable, "-m", "paceline_tools", "bench", tiny_bundle, "--raw", *SHORT, prompts)
+    look = 'mount -t tmpfs -o size=8k small "$0" && "$@"; code=$?; ls -A "$0" >&2; exit $code'
+    files = ("--json", full / "run.json", "--html", full / "run.html")
+    done = subprocess.run(
+        [*SMALL_DISK, look, *map(str, (full, *command, *files))],
+        capture_output=True,
+        text=True,
+        env={**environment(), "TMPDIR": str(spare)},
+        timeout=300,
+    )
+    assert done.returncode == 1
+    for kind in ("json", "html"):
+        (rescued,) = spare.glob(f"run-*.{kind}")
+        assert f"run.{kind}: No space left on device; it was written to {rescued} instead" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: ")  # and no file lies on the disk that is full
+    assert "ms/token" in done.stdout
+    (document,) = spare.glob("run-*.json")
+    assert json.loads(document.read_text())["run"]["complete"] is True
 
 
 def test_a_disk_that_is_full_leaves_no_half_file_and_loses_no_figure(tmp_path: Path) -> None:

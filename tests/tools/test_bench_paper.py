@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline_tools.__main__ import TERMINATED
 from paceline_tools.benchmark.bootstrap import mean
 from paceline_tools.benchmark.measurement import Failure, Measurement, measure
 from paceline_tools.benchmark.paper_document import PaperDocument
 from paceline_tools.benchmark.paper_figures import summarise_paper
+from paceline_tools.benchmark.solutions import run_program
 from paceline_tools.benchmark.tasks import read_task
 
 from .conftest import Invoke, run_paceline
@@ -117,7 +119,8 @@ def check_tables(data: dict[str, Any]) -> int:
                     expected["difference"] = (difference, quality["difference"])
                 assert quality["judged"] == sum(one is not None for key, one in scores.items() if key[0] == index)
             else:
-                figures = next(one for one in found["curve"] if one["method"] == method["name"])
+                key = method["sampling"], method["name"]
+                figures = next(one for one in found["curve"] if (one["sampling"], one["method"]) == key)
                 texts = [one for one in part["measurements"] if one["method"] == index]
                 proposed, accepted, tokens = (
                     sum(sum(one[name][1:]) for one in texts)
@@ -164,7 +167,10 @@ def test_the_table_and_the_curves_can_be_recomputed_from_the_json(
     # Each answer is judged by its own problem: the letter that it asks for is in the text, or not.
     assert all(one["score"] == float("aeqx"[one["prompt"]] in one["text"]) for one in code["answers"])
     assert {one["score"] for one in code["answers"]} == {0.0, 1.0}
-    assert check_tables(data) == 2 * (4 * 4 + 2 * 2) + 2 * (3 * 2 + 2)
+    assert check_tables(data) == 2 * (4 * 4 + 2 * 2) + 2 * 2 * (3 * 2 + 2)
+    assert [(point["sampling"], point["k"]) for point in data["summary"]["parts"][2]["curve"]] == [
+        (sampling, k) for sampling in ("temperature 0.8", "greedy") for k in (0, 1, 3)
+    ]
     greedy = data["summary"]["parts"][0]["quality"]["greedy"]
     assert greedy["K = 2"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     for text in (result.stdout, page.read_text(encoding="utf-8")):
@@ -172,6 +178,9 @@ def test_the_table_and_the_curves_can_be_recomputed_from_the_json(
         assert "SpS greedy, K = 2" in text
         assert f"{greedy['plain']['score']['value']:.3f} (" in text
         assert "tokens/loop ÷ (K + 1)" in text
+        assert "4 prompts, against K, nucleus of temperature 0.8 and top-p 0.95, and greedy, at most 16 tokens" in text
+        assert "nucleus, 3" in text
+        assert "greedy, 3" in text
     document = PaperDocument.read(file)
     assert json.loads(json.dumps(summarise_paper(document))) == data["summary"]
     again = invoke("bench", "--paper", "--from", file)
@@ -198,27 +207,75 @@ def test_no_program_runs_unless_the_user_says_so(
     assert check_tables(data) == 4 * 2 + 2 * 2
 
 
-def test_ctrl_c_keeps_and_judges_what_is_there(
-    invoke: Invoke, table_bundle: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """The command's own handler of SIGTERM, in this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_signal_keeps_and_judges_what_is_there(
+    invoke: Invoke,
+    table_bundle: Path,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+    name: str,
 ) -> None:
     def interrupted(*args: Any, **options: Any) -> Iterator[Measurement | Failure]:
         for index, one in enumerate(measure(*args, **options)):
             yield one
             if index == 5:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr("paceline_tools.benchmark.paper.measure", interrupted)
     file, page = tmp_path / "paper.json", tmp_path / "paper.md"
     args = ("--prompts", f"humaneval:{problems}", *QUICK, "--raw", "--run-generated-code", "--json", file)
     result = invoke("bench", table_bundle, "--paper", *args, "--markdown", page)
-    assert result.exit_code == 130
-    assert "THE RUN WAS BROKEN OFF (Ctrl-C)" in result.stdout
+    assert result.exit_code == code
+    assert f"THE RUN WAS BROKEN OFF ({name})" in result.stdout
     assert "THE RUN WAS BROKEN OFF" in page.read_text(encoding="utf-8")
     data = json.loads(file.read_text(encoding="utf-8"))
     assert [len(part["answers"]) for part in data["parts"]] == [6]
     assert all(one["score"] is not None for one in data["parts"][0]["answers"])
     assert data["run"]["complete"] is False
     assert invoke("bench", "--paper", "--from", file).stdout == result.stdout
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_answers_are_judged_loses_no_time_that_was_taken(
+    invoke: Invoke,
+    table_bundle: Path,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+) -> None:
+    programs = 0
+
+    def interrupted(program: str) -> Any:
+        nonlocal programs
+        programs += 1
+        if programs == 3:
+            os.kill(os.getpid(), number)
+        return run_program(program)
+
+    monkeypatch.setattr("paceline_tools.benchmark.tasks.run_program", interrupted)
+    file = tmp_path / "paper.json"
+    args = ("--prompts", f"humaneval:{problems}", *QUICK, "--raw", "--curve", "none", "--json", file)
+    result = invoke("bench", table_bundle, "--paper", "--run-generated-code", *args)
+    assert result.exit_code == code, result.output
+    (part,) = json.loads(file.read_text(encoding="utf-8"))["parts"]
+    assert len(part["measurements"]) == len(part["answers"]) == 4 * 2 * 4
+    assert [one["score"] is None for one in part["answers"]] == [False] * 2 + [True] * 30
+    assert {one["outcome"] for one in part["answers"][2:]} == {"not judged"}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +369,7 @@ def test_a_real_pair(smol_bundle: Path, tmp_path: Path) -> None:
     done = run_paceline("bench", smol_bundle, "--paper", "--run-generated-code", "--raw", *args)
     assert done.returncode == 0, done.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
-    assert check_tables(data) == 4 * 2 + 2 * 2 + 2 * 2 + 1
+    assert check_tables(data) == 4 * 2 + 2 * 2 + 2 * (2 * 2 + 1)
     answers = data["parts"][0]["answers"]
     assert len(answers) == 4
     assert {one["score"] for one in answers} <= {0.0, 1.0}

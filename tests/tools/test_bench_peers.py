@@ -109,6 +109,20 @@ def test_peers_that_fail_are_left_out_and_the_run_goes_on() -> None:
     assert json.loads(path)["failures"][0]["reason"].startswith("b has ended")
 
 
+def test_behind_a_peer_that_hangs_the_run_goes_on() -> None:
+    methods = (peer("a", "plain"), peer("b", "hang"), peer("b", "plain"))
+    decoder = SpeculativeDecoder(ascii_table(1), None, None, VOCAB)
+    plan = Plan(methods, 16, 1, SamplingParams(), 1, False)
+    with started("a") as a, started("b", 1.0) as b:
+        found = list(measure(decoder, [[5], [6]], plan, EnergyMeter(), {"a": a, "b": b}, lambda *_: None))
+    failures = [one for one in found if isinstance(one, Failure)]
+    assert [(one.method, one.reason) for one in failures] == [
+        (1, "b gave no answer within 1 s, and was ended."),
+        (2, "b has ended (signal SIGKILL)."),
+    ]
+    assert [one.prompt for one in found if isinstance(one, Measurement) and one.method == 0] == [0, 1]
+
+
 def test_a_peer_that_hangs_is_ended() -> None:
     with started("a", 1.0) as engine:
         engine.open("plain")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from simulated_gpu import PROVIDER, simulated_gpu
+from tiny import sizes, tiny_checkpoint
+from transformers import LlamaConfig
 
 import paceline
 from paceline.bundle import Bundle
@@ -20,6 +25,8 @@ from paceline.trt import TrtModel
 from paceline.trt_engine import Engine
 from paceline.trt_memory import SequenceMemory
 from paceline_tools.gpu_acceptance import accept, command, copies, cuda_graphs, in_place, parity
+
+from .conftest import ROOT, environment
 
 FEW = {"num_draft_tokens": 3, "max_new_tokens": 8, "repeats": 1, "samples": 20}
 
@@ -102,6 +109,38 @@ def test_what_cannot_start_is_in_the_files(bundle: Path, tmp_path: Path) -> None
     (found,) = json.loads((tmp_path / "found.json").read_text())["runs"]
     assert found["failed"] == ["to start"]
     assert "CUDA finds no device" in (tmp_path / "found.md").read_text()
+
+
+SCRIPT = ROOT / "tools" / "gpu_acceptance.sh"
+
+
+def test_the_scripts_part_without_a_gpu(tmp_path: Path) -> None:
+    """Exports, checks, strict builds by TensorRT-RTX and the program above, of a model of a few thousand weights."""
+    pytest.importorskip("tensorrt_rtx", reason="pip install 'paceline[trt]'")
+    config = LlamaConfig(**sizes(hidden_size=128, head_dim=64, max_position_embeddings=1024))
+    source = tiny_checkpoint(tmp_path / "model", config)
+    work = tmp_path / "work"
+    variables = {"PACELINE": sys.executable, "SOURCE": str(source), "WORK": str(work)}
+    done = subprocess.run([SCRIPT, "--cpu"], capture_output=True, text=True, env={**environment(), **variables})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("trt-fp16", "trt-int4"):
+        built = Bundle.open(work / name, verify_hashes=True).manifest.engines
+        assert [(engine.model, engine.sm, engine.backend) for engine in built] == [
+            ("target", "8.9", "tensorrt-rtx"),
+            ("draft", "8.9", "tensorrt-rtx"),
+        ]
+    assert done.stdout.count(": passed (") == 2 * 2  # `paceline check`: both models of both bundles
+    (found,) = json.loads((work / "cpu.json").read_text())["runs"]
+    assert found["failed"] == []
+    assert done.stdout.endswith("No GPU has run anything of this.\n")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+def test_the_script_asks_for_a_gpu_before_it_installs_anything() -> None:
+    done = subprocess.run([SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("no NVIDIA GPU with a driver that answers; --cpu runs what needs none.\n")
+    assert "install" not in done.stdout
 
 
 def test_a_run_that_names_no_provider_is_refused(tmp_path: Path) -> None:

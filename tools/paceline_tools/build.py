@@ -67,7 +67,7 @@ __all__ = ["command"]
 @click.option(
     "--engine-per-gpu",
     is_flag=True,
-    help="An engine for each compute capability, where tensorrt-rtx would make one for several (fp16 and bf16).",
+    help="An engine for each compute capability, where tensorrt-rtx would make one for several.",
 )
 @click.option("-o", "--out", metavar="DIR", type=FOLDER, help="Folder for the engines.  [default: into the bundle]")
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as one JSON document.")

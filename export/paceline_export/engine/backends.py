@@ -25,7 +25,7 @@ class Backend:
         module: what is imported.
         mend: how to install it.
         targets: precisions that a GPU's engine can have, by its compute capability.
-        together: compute capabilities that one engine of float weights may serve together; any other's is its own.
+        together: compute capabilities that one engine may serve together; any other's is its own.
         times_kernels: whether a build times kernels: then it needs the GPU that it builds for, and a cache of timings
             serves the next one.
     """
@@ -67,15 +67,10 @@ class Backend:
                 "--sm, or export with another --precision."
             )
 
-    def groups(self, sms: Sequence[str], precision: str) -> list[tuple[str, ...]]:
-        """The compute capabilities, those together that one engine serves, in the order in which they are given.
-
-        Only float weights share an engine. In one for several GPUs TensorRT-RTX 1.7 was seen to write an LM head of 8
-        bits out as floats in each step, which it does not in one for a single GPU (models/engines.md).
-        """
-        together = self.together if precision in ("fp16", "bf16") else ()
-        shared = tuple(sm for sm in sms if sm in together)
-        alone: list[tuple[str, ...]] = [(sm,) for sm in sms if sm not in together]
+    def groups(self, sms: Sequence[str]) -> list[tuple[str, ...]]:
+        """The compute capabilities, those together that one engine serves, in the order in which they are given."""
+        shared = tuple(sm for sm in sms if sm in self.together)
+        alone: list[tuple[str, ...]] = [(sm,) for sm in sms if sm not in self.together]
         return [shared, *alone] if shared else alone
 
     def table(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from paceline.bundle import EngineProfile
-from paceline.errors import BuildError, InvalidInputError
+from paceline.errors import BuildError, InstallationError, InvalidInputError
 from paceline_export.flavors.trt import IN_PIECES
 from paceline_export.passes.static_length import POSITIONS, set_static_length
 
@@ -93,7 +93,7 @@ def build_plan(
         on_progress: called with the share of the build that is behind, 0 to 1.
 
     Raises:
-        InstallationError: the backend is not installed.
+        InstallationError: the backend is not installed, or does not start, as behind a driver that is too old for it.
         InvalidInputError: more positions than the graph has.
         BuildError: the graph cannot be parsed or built, or a strict build refuses it, with every reason.
         BaseException: what `on_progress` or the handler of a signal raised; it cancels the build.
@@ -110,7 +110,7 @@ def build_plan(
     what = f"{graph} for compute capability {', '.join(sms)}"
 
     with interruption.kept():
-        builder = trt.Builder(log)
+        builder = _builder(trt, log, backend)
         # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, log)
@@ -167,6 +167,20 @@ def build_plan(
         ),
         findings=tuple(findings),
     )
+
+
+def _builder(trt: Any, log: Any, backend: Backend) -> Any:
+    """A builder. Where TensorRT makes none, its bindings raise a TypeError that says nothing of why."""
+    try:
+        return trt.Builder(log)
+    except TypeError as error:
+        driver = (
+            ", and see whether the NVIDIA driver is new enough for it (nvidia-smi)" if backend.times_kernels else ""
+        )
+        reasons = "; ".join(log.errors) or "it gives no reason"
+        raise InstallationError(
+            f"{backend.name} {trt.__version__} does not start: {reasons}. Install it anew{driver}: {backend.mend}"
+        ) from error
 
 
 def _graph(path: Path, max_length: int | None) -> ir.Model:

@@ -127,7 +127,7 @@ def build_engines(
     jobs = [
         (group, which, model)
         for which, model in models.items()
-        for group in ([(sm,) for sm in sms] if engine_per_gpu else builder.groups(sms, model.precision))
+        for group in ([(sm,) for sm in sms] if engine_per_gpu else builder.groups(sms))
     ]
     with EngineStore(bundle, out) as store:
         for i, (group, which, model) in enumerate(jobs):

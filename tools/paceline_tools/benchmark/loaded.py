@@ -93,7 +93,8 @@ class Loaded:
         manifest = self.bundle.manifest
         fault = None
         if broken is not None:
-            fault = "Ctrl-C" if isinstance(broken, KeyboardInterrupt) else str(broken) or type(broken).__name__
+            signals = {KeyboardInterrupt: "Ctrl-C", SystemExit: "SIGTERM"}  # as what their handlers raise
+            fault = signals.get(type(broken)) or str(broken) or type(broken).__name__
         run = {
             "paceline": paceline.__version__,
             "command": ["paceline", *sys.argv[1:]],

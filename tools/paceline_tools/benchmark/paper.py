@@ -81,14 +81,18 @@ def run_paper(
     if len(set(names)) < len(names):
         raise InvalidInputError(f"--prompts names a task of --paper twice ({', '.join(names)}); take one file of each.")
     table = [_table_plan(task, draft_tokens, drafters, rules, seed, repeats, max_new_tokens) for task in tasks]
-    curves = [replace(plan, methods=tuple(all_methods(curve, (), (), (0.0,)))) for plan in table] if curve else []
+    curves = [
+        replace(plan, methods=tuple(all_methods(curve, (), (), (task.temperature, 0.0))))
+        for task, plan in zip(tasks, table, strict=True)
+        if curve
+    ]
     if seed is not None:
         SamplingParams(seed=seed + repeats - 1)  # the last repeat's, said before anything is loaded
     shut_in = run_program("pass").shut_in if run_code else None
     loaded = Loaded.load(folder, provider, threads, profile, engine_folder)
     jobs = [_job(loaded, task, "table", plan, raw) for task, plan in zip(tasks, table, strict=True)]
     for job, plan in zip(list(jobs), curves, strict=False):
-        shorter = replace(plan, max_new_tokens=min(_CURVE_TOKENS, plan.max_new_tokens), knobs=SamplingParams())
+        shorter = replace(plan, max_new_tokens=min(_CURVE_TOKENS, plan.max_new_tokens))
         chosen = spread(list(zip(job.prompts, job.ids, strict=True)), curve_prompts)
         kept, ids = zip(*chosen, strict=True)
         jobs.append(Job(job.task, "curves", shorter, kept, ids, ()))
@@ -125,8 +129,8 @@ def run_paper(
     for index, job in enumerate(jobs):
         measurements = tuple(one for where, one, _ in found if where == index)
         of_part = {
-            "temperature": job.task.temperature if job.stage == "table" else 0.0,
-            "top_p": job.task.top_p if job.stage == "table" else 1.0,
+            "temperature": job.task.temperature,
+            "top_p": job.task.top_p,
             "max_new_tokens": job.plan.max_new_tokens,
         }
         document = Document(
@@ -181,10 +185,10 @@ def _measured(
 
 def _judged(
     jobs: Sequence[Job], found: Sequence[tuple[int, Measurement, str]]
-) -> tuple[list[list[Answer]], KeyboardInterrupt | None]:
-    """The answers of each part; those that Ctrl-C left are not judged."""
+) -> tuple[list[list[Answer]], BaseException | None]:
+    """The answers of each part; those that Ctrl-C or SIGTERM left are not judged."""
     answers: list[list[Answer]] = [[] for _ in jobs]
-    stopped: KeyboardInterrupt | None = None
+    stopped: BaseException | None = None
     in_tables = [entry for entry in found if jobs[entry[0]].stage == "table"]
     with stages() as on_progress:
         for done, (index, one, text) in enumerate(in_tables):
@@ -195,7 +199,7 @@ def _judged(
                 if stopped is None:
                     judgement = job.task.judges[job.prompts[one.prompt].name](text)
                     score, outcome = judgement.score, judgement.outcome
-            except KeyboardInterrupt as error:
+            except (KeyboardInterrupt, SystemExit) as error:
                 stopped = error
             answers[index].append(Answer(one.prompt, one.method, one.repeat, text, score, outcome))
     return answers, stopped

@@ -54,9 +54,11 @@ def _title(part: Part) -> str:
     prompts = len(part.document.prompts)
     what = f"{part.task}: {prompts} {'prompt' if prompts == 1 else 'prompts'}"
     if part.stage == "curves":
-        return f"{what}, against K, greedy, at most {settings['max_new_tokens']} tokens"
-    nucleus = f"temperature {settings['temperature']:g} and top-p {settings['top_p']:g}"
-    return f"{what}, nucleus of {nucleus}, and greedy, at most {settings['max_new_tokens']} tokens"
+        what += ", against K"
+    nucleus = f"nucleus of temperature {settings['temperature']:g} and top-p {settings['top_p']:g}, and "
+    if not settings["temperature"]:  # curves of older runs are of greedy texts alone
+        nucleus = ""
+    return f"{what}, {nucleus}greedy, at most {settings['max_new_tokens']} tokens"
 
 
 def _part(part: Part, found: Mapping[str, Any], draw: _Table) -> str:
@@ -99,8 +101,12 @@ def _quality_and_speed(part: Part, found: Mapping[str, Any], draw: _Table) -> st
 
 
 def _label(sampling: str, name: str) -> str:
-    kind = "greedy" if sampling == "greedy" else "nucleus"
+    kind = _kind(sampling)
     return f"ArS {kind}" if name == PLAIN else f"SpS {kind}, {name}"
+
+
+def _kind(sampling: str) -> str:
+    return "greedy" if sampling == "greedy" else "nucleus"
 
 
 def _score(found: Mapping[str, float | None] | None, *, signed: bool = False) -> str:
@@ -154,7 +160,7 @@ def _curve(found: Mapping[str, Any], draw: _Table) -> str:
     }
     rows = [
         (
-            str(point["k"]),
+            f"{_kind(point['sampling'])}, {point['k']}",
             interval(point["ms_per_token"]),
             interval(point["speedup"], 2, "×"),
             number(forecast.get((point["sampling"], point["k"])) if point["k"] else None, 2, "×"),
@@ -165,7 +171,7 @@ def _curve(found: Mapping[str, Any], draw: _Table) -> str:
         for point in found["curve"]
     ]
     header = (
-        "K",
+        "sampling, K",
         "ms/token (95 %)",
         "speedup (95 %)",
         "by the theory",

@@ -107,6 +107,8 @@ class EngineProcess:
 
     def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
+        if self._process.stdin.closed:  # it was ended when it gave no answer
+            raise EngineError(f"{self.name} has ended ({_reason(self._process)}).")
         self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(document) + "\n")
