@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "granite": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
     "phi3": transformers.Phi3Config(**sizes()),
     "gemma, tied": transformers.GemmaConfig(**sizes(head_dim=16)),
+    "falcon": transformers.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
     "gemma3": transformers.Gemma3TextConfig(
         **sizes(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
     ),

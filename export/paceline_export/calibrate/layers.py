@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
+from paceline_export.own_attention import reference_attention
 from paceline_export.passes.weights import check_values
 
 __all__ = ["Layer", "LayerwiseModel", "NotLayerwiseError", "Product"]
@@ -81,7 +82,10 @@ class LayerwiseModel:
     def __init__(self, config: PreTrainedConfig, reader: WeightReader) -> None:
         with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+                config,
+                dtype=torch.float32,
+                attn_implementation=reference_attention(config),
+                experts_implementation="eager",
             ).eval()
         self.reader = reader
         self.prefix, self.modules = _decoder_layers(self.model, config.num_hidden_layers)
@@ -143,7 +147,7 @@ class LayerwiseModel:
         """
         module, prefix = self.modules[index], f"{self.prefix}.{index}."
         weights = {name: self._read(prefix + name) for name, _ in module.named_parameters()}
-        linears = {name: linear for name, linear in module.named_modules() if type(linear) is torch.nn.Linear}
+        linears = {name: linear for name, linear in module.named_modules() if isinstance(linear, torch.nn.Linear)}
         return Layer(prefix, module, weights, linears, self._calls[index])
 
     def logits(self, hidden: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
