@@ -22,7 +22,10 @@ from paceline_export.causal_lm import trace
 from paceline_export.parity import check_bundle
 
 # What the default run has of the architectures; `pytest -m slow` has all, in every flavour and precision.
-FAST = ("llama 3", "mixtral", "qwen2-moe", "gemma 3", "phi 3", "stablelm", "gpt2", "opt", "gpt-oss", "bloom")
+FAST = (
+    *("llama 3", "mixtral", "qwen2-moe", "gemma 3", "phi 3", "stablelm", "gpt2", "opt", "gpt-oss", "cohere 2"),
+    "bloom",
+)
 FAST_CASES = {(name, "ort", "fp32") for name in ARCHITECTURES if name.startswith(FAST)} | {
     (name, flavor, precision)
     for name in ARCHITECTURES
