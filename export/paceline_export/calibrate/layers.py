@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
-from paceline_export.own_attention import reference_attention
+from paceline_export.own_attention import OWN_ATTENTION, reference_attention
 from paceline_export.passes.weights import check_values
 
 __all__ = ["Layer", "LayerwiseModel", "NotLayerwiseError", "Product"]
@@ -88,6 +88,7 @@ class LayerwiseModel:
                 experts_implementation="eager",
             ).eval()
         self.reader = reader
+        self._in_tuples = config.model_type in OWN_ATTENTION  # older models' layers give more than the hidden states
         self.prefix, self.modules = _decoder_layers(self.model, config.num_hidden_layers)
         self._calls: list[dict[int, _Call]] = [{} for _ in self.modules]
         names = {module: name for name, module in self.model.named_modules()}
@@ -118,11 +119,11 @@ class LayerwiseModel:
                 calls: list[_Call] = calls,
                 sequences: list[torch.Tensor] = sequences,
                 **kwargs: Any,
-            ) -> torch.Tensor:
+            ) -> Any:
                 if not calls:
                     sequences.append(hidden.clone())
                 calls.append((args, {name: value for name, value in kwargs.items() if name != "past_key_values"}))
-                return hidden
+                return (hidden,) if self._in_tuples else hidden
 
             with torch.no_grad(), self._instead_of_layers([note] * len(self)):
                 for sequence in ids:  # one at a time, so that masks fit any number of sequences
@@ -155,8 +156,8 @@ class LayerwiseModel:
         weights = self._outer_weights(without=self._table)
         for sequence in hidden:
 
-            def give(given: torch.Tensor, *args: Any, sequence: torch.Tensor = sequence, **kwargs: Any) -> torch.Tensor:
-                return sequence[None]
+            def give(given: torch.Tensor, *args: Any, sequence: torch.Tensor = sequence, **kwargs: Any) -> Any:
+                return (sequence[None],) if self._in_tuples else sequence[None]
 
             with torch.no_grad(), self._instead_of_layers([give] * len(self)):
                 inputs = {"inputs_embeds": torch.zeros_like(sequence)[None], "use_cache": False}
