@@ -20,9 +20,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from paceline.errors import CheckpointError
 
-__all__ = ["ATTENTION_NAME", "ChangedRotationError", "GraphState", "LayerAttention", "leave_unrotated", "tracing"]
+__all__ = [
+    "ATTENTION_NAME",
+    "POSITION_BIAS",
+    "ChangedRotationError",
+    "GraphState",
+    "LayerAttention",
+    "leave_unrotated",
+    "tracing",
+]
 
 ATTENTION_NAME = "paceline"
+POSITION_BIAS = "rotary.position_bias"  # the table of `LayerAttention.bias`, by its name in the graph
 
 # Arguments of the attention interface that change nothing here: positions reach the operators through graph inputs.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings", "output_router_logits"})
@@ -56,6 +65,8 @@ class LayerAttention:
         softcap: bound of the scores through tanh; None means none.
         sinks: a score of each head, `[heads]`, that takes its share of every row's weights and adds nothing; None means
             none.
+        bias: what the position of a key adds to its scores, less what the row's own would, float32
+            `[max_length, heads]`; None means nothing. All layers that have one have the same.
         tables: cosine and sine to rotate by, `[max_length, rotated / 2]`, where the first `rotated` values of a head
             rotate; None where the operators do not.
     """
@@ -70,6 +81,7 @@ class LayerAttention:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    bias: torch.Tensor | None
     tables: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -82,7 +94,7 @@ class GraphState(ABC):
     past_values: list[torch.Tensor]
     rotary_tables: list[tuple[torch.Tensor, torch.Tensor]]  # cos and sin by which the operators rotate in each layer
     rotary_interleaved: bool
-    constants: dict[str, torch.Tensor]  # the flavour's own tables, by their names in the graph
+    constants: dict[str, torch.Tensor]  # other tables, by their names in the graph: the flavour's own, POSITION_BIAS
     # What the layer at hand rotates before it attends; None where it skips the rotation, as some architectures do.
     rotated: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)  # by the layer
@@ -150,6 +162,7 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    biased: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Check what a layer asks of its attention and let the state of the trace emit it.
@@ -166,6 +179,7 @@ def attention(
         softcap: bound of the scores through tanh; None means none.
         s_aux: the sinks, `[heads]`; None means none.
         is_causal: whether rows do not see what follows them; None means what the layer itself says.
+        biased: whether the model's table of biases by position is added to the scores.
         kwargs: nothing that would change the result.
 
     Returns:
@@ -219,6 +233,7 @@ def attention(
             window=None if window is None else int(window),
             softcap=None if softcap is None else float(softcap),
             sinks=s_aux,
+            bias=state.constants[POSITION_BIAS] if biased else None,
             tables=tables,
         )
     )

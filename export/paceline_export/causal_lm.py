@@ -27,9 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from paceline.errors import CheckpointError
 
-from .attention import ATTENTION_NAME, ChangedRotationError, tracing
+from .attention import ATTENTION_NAME, POSITION_BIAS, ChangedRotationError, tracing
 from .experts import EXPERTS_NAME
 from .flavors import FLAVORS, Flavor
+from .own_attention import OWN_ATTENTION, adapt, position_bias
 from .passes.products import split_products
 from .rotation import Rotation, find_rotation, num_heads_and_size
 
@@ -73,10 +74,11 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
         CheckpointError: transformers knows no causal language model for this configuration.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
     try:
         with mode:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+                config, dtype=dtype, attn_implementation=implementation, experts_implementation=EXPERTS_NAME
             )
     except Exception as error:  # a configuration may hold anything, and its model's code may stumble over it anyhow
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
@@ -86,7 +88,8 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
             f"transformers cannot build a causal language model with an exchangeable attention from a "
             f"{config.model_type!r} configuration: {reason}"
         ) from error
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    adapt(model, config)
+    if not _takes_positions(model) and position_bias(config, 1) is None:
         raise CheckpointError(
             f"{type(model).__name__} takes no position_ids: it places its tokens by itself, from what it is given at "
             "once; this architecture is not supported."
@@ -101,7 +104,7 @@ def trace(
 
     Args:
         config: of a decoder whose attention goes through transformers' attention interface and whose positions are
-            rotations of a fixed set of frequencies, or learned.
+            rotations of a fixed set of frequencies, learned, or biases of its scores (`own_attention.py`).
         max_length: number of positions in the rotation tables, and in the caches where the flavour fixes it.
         dtype: of weights, activations and caches: `"float32"`, `"float16"` or `"bfloat16"`; logits are float32 always.
         flavor: what the graph is for.
@@ -124,6 +127,8 @@ def _trace(
     num_layers = config.num_hidden_layers
     kv_heads, head_size = num_heads_and_size(config)
     constants = flavor.constants(max_length)
+    if (bias := position_bias(config, max_length)) is not None:
+        constants[POSITION_BIAS] = bias
     with mode:
         graph_model = _GraphModel(model, rotation, flavor, constants)
         batch, rows = 2, 3  # neither 0 nor 1, which torch.export would take for constants
@@ -262,9 +267,9 @@ class _GraphModel(torch.nn.Module):
             with tracing(state):
                 output = model(
                     input_ids=input_ids,
-                    position_ids=state.position_ids,
                     use_cache=False,
                     logits_to_keep=state.logits_to_keep,
+                    **({"position_ids": state.position_ids} if _takes_positions(model) else {}),
                 )
         finally:
             hook.remove()
@@ -276,6 +281,10 @@ class _GraphModel(torch.nn.Module):
             )
         keys, values = zip(*(state.present[layer] for layer in range(layers)), strict=True)
         return output.logits.to(torch.float32), list(keys), list(values)
+
+
+def _takes_positions(model: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def check_architecture(config: PreTrainedConfig, max_length: int = 8) -> torch.nn.Module:

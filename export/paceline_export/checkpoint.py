@@ -500,7 +500,7 @@ def _check_sizes(name: str, config: PreTrainedConfig) -> None:
             raise refuse(f"{setting}={value!r:.80}", "a whole number of at least 1")
         return value
 
-    for setting in ("num_hidden_layers", "max_position_embeddings"):
+    for setting in ("num_hidden_layers", "max_position_embeddings", "max_seq_len", "seq_length"):
         size(setting)
     if size("vocab_size") is None:
         raise CheckpointError(

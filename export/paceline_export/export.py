@@ -566,7 +566,8 @@ def _max_length(
     """
     if which == "draft" and other is not None and wanted is not None:
         wanted *= 2
-    own = getattr(checkpoint.config, "max_position_embeddings", None) or flavor.default_max_length
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")  # as most, MPT and BLOOM call it
+    own = next(filter(None, (getattr(checkpoint.config, name, None) for name in names)), flavor.default_max_length)
     fixed = fixed_positions(checkpoint.config) or own
     if wanted is None:
         return int(min(own, flavor.default_max_length, fixed))

@@ -26,6 +26,7 @@ from paceline.model import CausalLM
 from paceline.tokenizer import Tokenizer
 
 from .cpu import load_graph, open_on_cpu
+from .own_attention import reference_attention
 from .quantize.blockwise import Blockwise
 from .quantize.packed import PackedWeight, unpacked
 from .ragged import RaggedBatch
@@ -269,7 +270,7 @@ def reference_model(bundle: Bundle, entry: ModelEntry) -> torch.nn.Module:
             config=config,
             state_dict=weights,
             dtype=torch.float32,
-            attn_implementation="eager",
+            attn_implementation=reference_attention(config),
             experts_implementation="eager",
         )
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from paceline.errors import CheckpointError
 
 from .attention import leave_unrotated
+from .own_attention import OWN_ATTENTION, position_bias
 
 __all__ = ["Rotation", "find_rotation", "fixed_positions", "num_heads_and_size"]
 
@@ -77,7 +78,8 @@ class Rotation:
 def num_heads_and_size(config: PreTrainedConfig) -> tuple[int, int]:
     """Number of KV heads and the size of a head."""
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    own = OWN_ATTENTION.get(config.model_type)
+    kv_heads = own.kv_heads(config) if own is not None else getattr(config, "num_key_value_heads", None) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
@@ -185,6 +187,8 @@ def find_rotation(
 
 
 def _rotaries(model: torch.nn.Module) -> list[torch.nn.Module]:
+    if position_bias(cast(PreTrainedConfig, model.config), 1) is not None:
+        return []  # Falcon has one all the same, and leaves it unused
     return [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
 
 

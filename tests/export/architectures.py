@@ -32,6 +32,7 @@ _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "part
 _HEAD = {"head_dim": 16}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4}
 _TOKENS = {"bos_token_id": 259, "eos_token_id": 260, "pad_token_id": 261}
+_FALCON = {"vocab_size": 272, "num_hidden_layers": 2, "max_position_embeddings": 256} | _TOKENS
 _GPT2 = {"vocab_size": 272, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256} | _TOKENS
 
 ARCHITECTURES = {
@@ -90,16 +91,34 @@ ARCHITECTURES = {
     "gpt-oss, sinks, experts, window": hf.GptOssConfig(
         **sizes(**_HEAD, **_WINDOWED, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN)
     ),
+    "falcon, one kv head, parallel blocks": hf.FalconConfig(hidden_size=64, num_attention_heads=4, **_FALCON),
+    "falcon 40b, kv heads in groups": hf.FalconConfig(
+        hidden_size=64, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, **_FALCON
+    ),
+    "falcon-rw, alibi": hf.FalconConfig(
+        hidden_size=96, num_attention_heads=6, alibi=True, multi_query=False, parallel_attn=False, bias=True, **_FALCON
+    ),
+    "mpt, alibi": hf.MptConfig(vocab_size=272, d_model=96, n_heads=6, n_layers=2, max_seq_len=256, **_TOKENS),
+    "bloom, alibi": hf.BloomConfig(vocab_size=272, hidden_size=64, n_layer=2, n_head=4, seq_length=256, **_TOKENS),
 }
 
 # What is refused, with a piece of the reason.
 REFUSED = {
-    "falcon": (
-        hf.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "gpt-neo": (
+        hf.GPTNeoConfig(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            vocab_size=272,
+            **_TOKENS,
+        ),
         "exchange",
     ),
-    "mpt": (hf.MptConfig(vocab_size=272, d_model=64, n_layers=2, n_heads=4), "takes no position_ids"),
-    "bloom": (hf.BloomConfig(vocab_size=272, hidden_size=64, n_layer=2, n_head=4), "takes no position_ids"),
+    "mpt, steeper alibi": (
+        hf.MptConfig(vocab_size=272, d_model=64, n_layers=2, n_heads=4, attn_config={"alibi_bias_max": 16}),
+        "does not follow the setting attn_config.alibi_bias_max=16",
+    ),
     "llama 4": (
         hf.Llama4TextConfig(**sizes(**_HEAD, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=96)),
         "rotation of Llama4ForCausalLM cannot be tried",

@@ -22,13 +22,16 @@ from paceline_export.causal_lm import trace
 from paceline_export.parity import check_bundle
 
 # What the default run has of the architectures; `pytest -m slow` has all, in every flavour and precision.
-FAST = ("llama 3", "mixtral", "qwen2-moe", "gemma 3", "phi 3", "stablelm", "gpt2", "opt", "gpt-oss", "cohere 2")
+FAST = (
+    *("llama 3", "mixtral", "qwen2-moe", "gemma 3", "phi 3", "stablelm", "gpt2", "opt", "gpt-oss", "cohere 2"),
+    "bloom",
+)
 FAST_CASES = {(name, "ort", "fp32") for name in ARCHITECTURES if name.startswith(FAST)} | {
     (name, flavor, precision)
     for name in ARCHITECTURES
     for flavor, precision in COLUMNS
     if (flavor, precision, name.partition(",")[0])
-    in {("trt", "int4", "gpt2"), ("ort", "int4", "mixtral"), ("ort", "int8", "opt")}
+    in {("trt", "int4", "gpt2"), ("trt", "fp16", "mpt"), ("ort", "int4", "mixtral"), ("ort", "int8", "opt")}
 }
 
 
@@ -119,10 +122,15 @@ def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str) -> None:
     assert f"| {name} | {refused.value} |" in PAGE.read_text(encoding="utf-8")
 
 
-def test_contributing_shows_a_row_as_it_is() -> None:
+def test_contributing_shows_the_lines_of_an_architecture_as_they_are() -> None:
     root = PAGE.parents[1]
-    shown = (root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    assert shown in (root / "tests" / "export" / "architectures.py").read_text(encoding="utf-8")
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding an architecture")[2]
+    row, code = (part.partition("```")[0] for part in text.split("```python\n")[1:])
+    assert row in (root / "tests" / "export" / "architectures.py").read_text(encoding="utf-8")
+    lines = (root / "export" / "paceline_export" / "own_attention.py").read_text(encoding="utf-8")
+    for part in code.split("\n\n"):
+        assert part.strip("\n") in lines
+    assert row.count("\n") + code.count("\n") < 30
 
 
 @pytest.mark.model

@@ -21,6 +21,7 @@ from paceline_export.calibrate.texts import calibration_ids, cut, held_out_ids
 from paceline_export.causal_lm import check_architecture
 from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import ExportReport, export_bundle
+from paceline_export.own_attention import reference_attention
 from paceline_export.parity import check_bundle
 from paceline_export.source import resolve
 
@@ -32,6 +33,11 @@ ARCHITECTURES = {
     "granite": transformers.GraniteConfig(**sizes(logits_scaling=2.0, residual_multiplier=0.5)),
     "phi3": transformers.Phi3Config(**sizes()),
     "gemma, tied": transformers.GemmaConfig(**sizes(head_dim=16)),
+    "falcon": transformers.FalconConfig(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "falcon, alibi": transformers.FalconConfig(
+        vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    ),
+    "mpt": transformers.MptConfig(vocab_size=272, d_model=64, n_heads=4, n_layers=2, max_seq_len=256),
     "gemma3": transformers.Gemma3TextConfig(
         **sizes(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
     ),
@@ -58,7 +64,8 @@ def test_layers_run_one_at_a_time_are_the_model(name: str, tmp_path: Path) -> No
     for index in range(len(layerwise)):
         layer = layerwise.layer(index)
         hidden = [layer(given) for given in hidden]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    implementation = reference_attention(checkpoint.config)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation).eval()
     for ids, given in zip(texts, hidden, strict=True):
         with torch.no_grad():
             expected = reference(ids).logits

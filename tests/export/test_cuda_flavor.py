@@ -5,11 +5,13 @@ from __future__ import annotations
 import onnx
 import pytest
 from tiny import tiny_pair
+from transformers import BloomConfig
 
 import paceline
 from paceline import SamplingParams
 from paceline.bundle import Bundle
-from paceline.errors import InvalidInputError
+from paceline.errors import CheckpointError, InvalidInputError
+from paceline_export.causal_lm import trace
 from paceline_export.flavors import FLAVORS, find_flavor
 from paceline_export.parity import check_bundle
 
@@ -59,6 +61,12 @@ def test_the_runtime_runs_it_and_drafting_changes_nothing(bundle: Bundle) -> Non
             texts.append(generation.token_ids)
     assert texts == [texts[0]] * 4
     assert len(texts[0]) > 5
+
+
+def test_a_bias_by_position_is_refused() -> None:
+    config = BloomConfig(vocab_size=272, hidden_size=64, n_layer=2, n_head=4)
+    with pytest.raises(CheckpointError, match=r"BloomAttention adds a bias by position .* --flavor ort or trt"):
+        trace(config, max_length=64, dtype="float16", flavor=CUDA)
 
 
 def test_its_precisions() -> None:

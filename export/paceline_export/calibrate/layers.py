@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline_export.checkpoint import WeightReader
+from paceline_export.own_attention import OWN_ATTENTION, reference_attention
 from paceline_export.passes.weights import check_values
 
 __all__ = ["Layer", "LayerwiseModel", "NotLayerwiseError", "Product"]
@@ -81,9 +82,13 @@ class LayerwiseModel:
     def __init__(self, config: PreTrainedConfig, reader: WeightReader) -> None:
         with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+                config,
+                dtype=torch.float32,
+                attn_implementation=reference_attention(config),
+                experts_implementation="eager",
             ).eval()
         self.reader = reader
+        self._in_tuples = config.model_type in OWN_ATTENTION  # older models' layers give more than the hidden states
         self.prefix, self.modules = _decoder_layers(self.model, config.num_hidden_layers)
         self._calls: list[dict[int, _Call]] = [{} for _ in self.modules]
         names = {module: name for name, module in self.model.named_modules()}
@@ -114,11 +119,11 @@ class LayerwiseModel:
                 calls: list[_Call] = calls,
                 sequences: list[torch.Tensor] = sequences,
                 **kwargs: Any,
-            ) -> torch.Tensor:
+            ) -> Any:
                 if not calls:
                     sequences.append(hidden.clone())
                 calls.append((args, {name: value for name, value in kwargs.items() if name != "past_key_values"}))
-                return hidden
+                return (hidden,) if self._in_tuples else hidden
 
             with torch.no_grad(), self._instead_of_layers([note] * len(self)):
                 for sequence in ids:  # one at a time, so that masks fit any number of sequences
@@ -143,7 +148,7 @@ class LayerwiseModel:
         """
         module, prefix = self.modules[index], f"{self.prefix}.{index}."
         weights = {name: self._read(prefix + name) for name, _ in module.named_parameters()}
-        linears = {name: linear for name, linear in module.named_modules() if type(linear) is torch.nn.Linear}
+        linears = {name: linear for name, linear in module.named_modules() if isinstance(linear, torch.nn.Linear)}
         return Layer(prefix, module, weights, linears, self._calls[index])
 
     def logits(self, hidden: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -151,8 +156,8 @@ class LayerwiseModel:
         weights = self._outer_weights(without=self._table)
         for sequence in hidden:
 
-            def give(given: torch.Tensor, *args: Any, sequence: torch.Tensor = sequence, **kwargs: Any) -> torch.Tensor:
-                return sequence[None]
+            def give(given: torch.Tensor, *args: Any, sequence: torch.Tensor = sequence, **kwargs: Any) -> Any:
+                return (sequence[None],) if self._in_tuples else sequence[None]
 
             with torch.no_grad(), self._instead_of_layers([give] * len(self)):
                 inputs = {"inputs_embeds": torch.zeros_like(sequence)[None], "use_cache": False}

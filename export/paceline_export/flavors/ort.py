@@ -13,8 +13,8 @@ past_key_values.{i}.key / .value                 [batch, kv_heads, max_length, h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -38,6 +38,7 @@ class _OrtState(GraphState):
     seqlens_k: torch.Tensor  # int32 [batch]: valid length after this step, less one
     total_sequence_length: torch.Tensor  # int32 scalar: largest valid length after this step
     logits_indices: torch.Tensor  # int64 [num_logits]
+    bias: torch.Tensor | None = field(default=None, init=False)  # made once: every layer adds it
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -63,6 +64,10 @@ class _OrtState(GraphState):
         if layer.softcap is not None:
             attributes["softcap"] = layer.softcap
 
+        optional = [*(layer.tables or (None, None)), None, self._bias(layer), layer.sinks]
+        while optional and optional[-1] is None:
+            optional.pop()
+
         def packed(x: torch.Tensor) -> torch.Tensor:  # [batch, n, rows, head_size] -> [batch, rows, n * head_size]
             return x.transpose(1, 2).reshape(batch, rows, -1)
 
@@ -76,8 +81,7 @@ class _OrtState(GraphState):
                 layer.past_value,
                 self.seqlens_k,
                 self.total_sequence_length,
-                *(layer.tables or ((None, None) if layer.sinks is not None else ())),
-                *((None, None, layer.sinks) if layer.sinks is not None else ()),
+                *optional,
             ),
             attributes,
             dtypes=(layer.query.dtype, layer.past_key.dtype, layer.past_value.dtype),
@@ -85,6 +89,17 @@ class _OrtState(GraphState):
             version=1,
         )
         return output.view(batch, rows, heads, head_size), present_key, present_value
+
+    def _bias(self, layer: LayerAttention) -> torch.Tensor | None:
+        """`[batch, heads, rows, total_sequence_length]`: what positions add to the scores; None for nothing."""
+        if layer.bias is not None and self.bias is None:
+            total = self.total_sequence_length.item()
+            for holds in (total >= 1, total <= layer.bias.shape[0]):  # so that its value need not be known
+                cast(Any, torch)._check(holds)
+            keys = layer.bias[:total]  # [total_sequence_length, heads]
+            rows = torch.nn.functional.embedding(self.position_ids, layer.bias)  # [batch, rows, heads]
+            self.bias = (keys.T[None, :, None] - rows.transpose(1, 2)[..., None]).to(layer.query.dtype)
+        return self.bias if layer.bias is not None else None
 
 
 def _inputs(batch: int, rows: int) -> tuple[GraphInput, ...]:

@@ -20,7 +20,8 @@ layers share has been seen to break a build of TensorRT-RTX with several profile
 should not be longer than its texts.
 
 Layers that bound their scores (softcap), or that have sinks, attend by products and a softmax instead, since TensorRT's
-attention knows neither: they write all their scores to memory, `heads * rows * MAX_LENGTH` numbers of 4 bytes each.
+attention knows neither: they write all their scores to memory, `heads * rows * MAX_LENGTH` numbers of 4 bytes each. A
+bias by position (ALiBi) is part of the mask, which then is as large, in 2 bytes a number, once per pass.
 
 Heads that share keys and values are stacked as rows of one head, since TensorRT-RTX would otherwise write the caches
 out once for each of them, in every layer and step.
@@ -55,7 +56,7 @@ class _TrtState(GraphState):
     write_indices: torch.Tensor  # int64 [batch]
     logits_indices: torch.Tensor  # int64 [batch, num_logits]
     positions: torch.Tensor | None = field(default=None, init=False)
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict, init=False)
+    masks: dict[tuple[int | None, int, bool], torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -76,7 +77,7 @@ class _TrtState(GraphState):
         shared = heads // keys.shape[1]  # heads that follow each other attend to the same keys and values
         stacked = query.reshape(batch, keys.shape[1], -1, head_size)
         if layer.softcap is None and layer.sinks is None:
-            inputs = (stacked, keys, values, self._mask(layer.window, shared, query.dtype))
+            inputs = (stacked, keys, values, self._mask(layer, shared))
             output = _operator("Attention", inputs, {"scale": layer.scale}, query.dtype, stacked.shape)
         else:
             output = self._in_pieces(layer, stacked, keys, values)
@@ -91,7 +92,7 @@ class _TrtState(GraphState):
         scores = scores.reshape(batch, heads, rows, -1).to(torch.float32)
         if layer.softcap is not None:
             scores = torch.tanh(scores / layer.softcap) * layer.softcap
-        scores = scores + self._mask(layer.window, 1, layer.query.dtype)
+        scores = scores + self._mask(layer, 1)
         if layer.sinks is not None:
             sinks = layer.sinks.to(torch.float32).reshape(1, -1, 1, 1).expand(batch, heads, rows, 1)
             shares = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
@@ -109,17 +110,29 @@ class _TrtState(GraphState):
         attributes = {"axis": 2, "mode": "linear"}
         return _operator("TensorScatter", (past, new, self.write_indices), attributes, past.dtype, past.shape)
 
-    def _mask(self, window: int | None, shared: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[batch, 1, shared * rows, MAX_LENGTH]`: 0 where a row sees a position, else the least number."""
-        if (window, shared) not in self.masks:
+    def _mask(self, layer: LayerAttention, shared: int) -> torch.Tensor:
+        """`[batch, 1, shared * rows, MAX_LENGTH]`: 0 where a row sees a position, else the least number.
+
+        With a bias by position, which it holds in the place of 0, it is `[batch, heads / shared, …]`.
+        """
+        window, bias, dtype = layer.window, layer.bias, layer.query.dtype
+        if (window, shared, bias is not None) not in self.masks:
             rows = self.position_ids[:, None, :, None]
             positions = self.constants[POSITIONS]
             visible = positions <= rows
             if window is not None:
                 visible = visible & (positions > rows - window)
             zero, least = (torch.full((), value, dtype=dtype) for value in (0.0, torch.finfo(dtype).min))
-            self.masks[window, shared] = torch.cat([torch.where(visible, zero, least)] * shared, dim=2)
-        return self.masks[window, shared]
+            if bias is None:
+                mask = torch.cat([torch.where(visible, zero, least)] * shared, dim=2)
+            else:
+                at_keys = torch.nn.functional.embedding(positions, bias)  # [MAX_LENGTH, heads]
+                at_rows = torch.nn.functional.embedding(self.position_ids, bias)  # [batch, rows, heads]
+                added = (at_keys.T[None, :, None] - at_rows.transpose(1, 2)[..., None]).to(dtype)
+                batch, heads, _, length = added.shape
+                mask = torch.where(visible, added, least).reshape(batch, heads // shared, -1, length)
+            self.masks[window, shared, bias is not None] = mask
+        return self.masks[window, shared, bias is not None]
 
 
 def _operator(

@@ -166,11 +166,11 @@ def store_weights(
                 tensor = read(name)
             else:
                 tensor = projection.of(stacked(name) if projection.expert is not None else read(name)).T
-            tensor = tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
+            tensor = tensor.to(torch_dtype) if in_format else tensor
             return ir.tensor(tensor.contiguous(), name=value.name)
 
-        is_float = name not in constants or constants[name].is_floating_point()
-        return ir.LazyTensor(load, dtype=dtype if is_float else value.dtype, shape=value.shape, name=value.name)
+        in_format = name not in constants or value.dtype == dtype  # the graph may want a table of other numbers
+        return ir.LazyTensor(load, dtype=dtype if in_format else value.dtype, shape=value.shape, name=value.name)
 
     head = _tied_head(model) if weight_format.bits is not None else None
     if head is not None and reader.packed(str(head.name)) is not None:
