@@ -164,7 +164,8 @@ class GrammarConstraint:
     def _stuck(self, matcher: LLMatcher, num_new_tokens: int) -> InvalidInputError:
         return InvalidInputError(
             f"The {self._kind} allows no text to go on behind {num_new_tokens} new tokens ({_reason(matcher)}); "
-            "change it so that some text is always left."
+            "change it so that some text is always left.",
+            "constraint",
         )
 
 

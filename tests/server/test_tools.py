@@ -230,7 +230,7 @@ def test_a_strict_function_is_held_to_its_schema(decoder: SpeculativeDecoder, st
         (TEMPLATE, {"tools": None, "tool_choice": "required"}, "tool_choice", "no tools"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no function x"),
         (TEMPLATE, {"response_format": {"type": "json_object"}}, "response_format", "exclude"),
-        (TEMPLATE, {"stream_options": {"include_pieces": True}}, "stream_options", "exclude"),
+        (TEMPLATE, {"stream": True, "stream_options": {"include_pieces": True}}, "stream_options", "exclude"),
     ],
 )
 def test_tools_that_cannot_be_honoured(
@@ -249,7 +249,7 @@ def test_tools_that_cannot_be_honoured(
         (PLAIN, "assistant", {"name": "weather", "arguments": "{}"}, "drops tool_calls"),
         (TEMPLATE, "assistant", {"name": "weather", "arguments": "[]"}, "JSON object"),
         (TEMPLATE, "assistant", {"name": "weather", "arguments": "{"}, "JSON object"),
-        (TEMPLATE, "user", {"name": "weather", "arguments": "{}"}, "only the assistant"),
+        (TEMPLATE, "user", {"name": "weather", "arguments": "{}"}, "Only the assistant"),
     ],
 )
 def test_calls_in_messages_that_cannot_be_honoured(

@@ -20,11 +20,12 @@ from paceline import SpeculativeDecoder
 from paceline.errors import InvalidInputError, PacelineError, shown
 
 from .app import create_app
+from .connections import connections
 from .keys import ApiKeys
 from .record import Journal
 from .served import Served
 
-__all__ = ["Address", "serve"]
+__all__ = ["Address", "configuration", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +54,10 @@ class Address:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidInputError("TLS needs both a certificate and its key; give both, or none of them.")
 
-    def bind(self) -> socket.socket:
+    def bind(self, client_s: float | None = None) -> socket.socket:
         """Take the port.
+
+        With `client_s`, connections whose client takes nothing of what was sent for so many seconds are closed.
 
         Raises:
             InvalidInputError: the host is no address.
@@ -77,6 +80,8 @@ class Address:
         # Connections inherit it. asyncio sets it only where a socket's protocol number is known, and 40 ms go by
         # without it, for the head of an answer and its body are written one after the other.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if client_s is not None:  # whether the client has gone without a word, or does not read
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * client_s) or 1)
         return listening
 
     def check_tls(self) -> None:
@@ -94,6 +99,26 @@ class Address:
                 f"The certificate {self.tls_certificate} and the key {self.tls_key} cannot be used "
                 f"({error.reason or error}); both must be PEM, and belong to each other."
             ) from error
+
+
+def configuration(
+    served: Served, address: Address, keys: ApiKeys | None = None, journals: Sequence[Journal] = ()
+) -> uvicorn.Config:
+    """How uvicorn serves `served`; see `serve`."""
+    return uvicorn.Config(
+        create_app(served, keys, journals),
+        loop="asyncio",
+        http=connections(served.limits.client_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=address.max_connections,
+        timeout_graceful_shutdown=address.drain_s,
+        ssl_certfile=address.tls_certificate,
+        ssl_keyfile=address.tls_key,
+    )
 
 
 def serve(
@@ -120,24 +145,8 @@ def serve(
         PacelineError: the port cannot be taken.
     """
     address.check_tls()
-    with contextlib.closing(address.bind()) as listening:
-        # Connections inherit it: one whose client has gone without a word, or does not read, is closed by the system.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * served.limits.client_s) or 1)
-        config = uvicorn.Config(
-            create_app(served, keys, journals),
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=address.max_connections,
-            timeout_graceful_shutdown=address.drain_s,
-            ssl_certfile=address.tls_certificate,
-            ssl_keyfile=address.tls_key,
-        )
-        server = _Server(config, served, load, on_start)
+    with contextlib.closing(address.bind(served.limits.client_s)) as listening:
+        server = _Server(configuration(served, address, keys, journals), served, load, on_start)
         asyncio.run(server.run_all([listening]))
 
 

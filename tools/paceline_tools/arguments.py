@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 
+from paceline.bundle import MANIFEST_NAME
 from paceline.providers import PROVIDERS
 
 __all__ = [
@@ -68,7 +70,10 @@ class FilledPath(click.Path):
 
 
 class OutputFile(FilledPath):
-    """A file that can be written, so that long work does not end in a refusal; links are followed."""
+    """A file that can be written, so that long work does not end in a refusal; links are followed.
+
+    Files of bundles are never overwritten.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Check the path by writing a file beside it, which is removed again."""
@@ -77,6 +82,8 @@ class OutputFile(FilledPath):
             self.fail(f"there is no folder {path.parent}; make it first.", param, ctx)
         if path.exists() and not path.is_file():
             self.fail(f"{value} is not a regular file, so it is not replaced; name a file.", param, ctx)
+        if (bundle := _bundle_of(path)) is not None:
+            self.fail(f"{value} is a file of the bundle {bundle}, so it is not replaced; name another one.", param, ctx)
         trial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         try:
             trial.touch()
@@ -84,6 +91,23 @@ class OutputFile(FilledPath):
         except OSError as error:
             self.fail(f"{value} cannot be written ({error.strerror}); choose another place.", param, ctx)
         return path
+
+
+def _bundle_of(path: Path) -> Path | None:
+    """The bundle whose manifest this file is, or is listed in; every file there where the manifest cannot be read."""
+    for folder in path.parents:
+        manifest = folder / MANIFEST_NAME
+        if path == manifest and manifest.exists():
+            return folder
+        if manifest.is_file() and path.exists():
+            try:
+                files = json.loads(manifest.read_bytes())["files"]
+                is_listed = path.relative_to(folder).as_posix() in files
+            except (KeyError, OSError, RecursionError, TypeError, ValueError):
+                is_listed = True
+            if is_listed:
+                return folder
+    return None
 
 
 class DraftTokens(click.ParamType[int | str]):
@@ -195,10 +219,13 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Check the size."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?", str(value))
-        count = round(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).lower())
+        units = {unit.lower(): count for unit, count in _UNITS.items()}
+        count = round(float(found[1]) * units.get(found[2] or "b", 0)) if found else 0
         if count < 1:
-            self.fail(f"got {value!r}; a size such as 512MB or 2GB is expected.", param, ctx)
+            self.fail(
+                f"got {value!r}; a size such as 512MB or 2GB is expected, in {', '.join(_UNITS)} or bytes.", param, ctx
+            )
         return count
 
 
