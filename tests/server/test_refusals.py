@@ -172,12 +172,23 @@ def test_a_parameter_that_cannot_be_honoured_is_named(
         (CHAT, {"messages": HELLO, "response_format": schema({"not": {}})}, "response_format", "JSON schema"),
         (CHAT, {"messages": HELLO, "response_format": schema({"type": "x"})}, "response_format", "JSON schema"),
         (CHAT, {"messages": HELLO, "response_format": schema({"$ref": "#/a"})}, "response_format", "JSON schema"),
+        (CHAT, {"messages": HELLO, "response_format": schema({"pattern": "(?=x)"})}, "response_format", "look-around"),
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": schema({"a": "b" * 65530})},
+            "response_format",
+            "65,536 characters",
+        ),
     ],
 )
 def test_what_the_library_refuses_is_named_in_the_words_of_the_request(
     decoder: SpeculativeDecoder, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    limits = {"max_running": 4, "max_waiting": 8, "kv_budget": decoder.generate("x", max_new_tokens=150).kv_bytes}
+    limits: dict[str, Any] = {
+        "max_running": 4,
+        "max_waiting": 8,
+        "kv_budget": decoder.generate("x", max_new_tokens=150).kv_bytes,
+    }
     with running(decoder, limits=Limits(new_tokens=200), **limits) as server:
         answer = server.post(path, body)
         error = answer.json()["error"]

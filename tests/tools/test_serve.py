@@ -162,8 +162,8 @@ def test_texts_that_outlast_the_drain_are_ended(tiny_bundle: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _ENDLESS, tiny_bundle, "1"], stdout=subprocess.PIPE, env=environment(), text=True
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         url = process.stdout.readline().strip()
         body = {"model": "m", "prompt": "x", "max_tokens": 4000, "stream": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:

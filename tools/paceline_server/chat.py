@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from paceline import Generation
-from paceline.constraint import Constraint
 from paceline.grammar import GrammarConstraint
 from paceline.logprobs import TokenLogprobs
 from paceline.pieces import TextPieces
@@ -27,6 +26,7 @@ from .logprob_shapes import chat_logprobs, entries_of
 from .metrics import Metrics
 from .models import check_model
 from .record import RequestRecord
+from .schemas import check_schemas
 from .served import Served
 from .texts import Texts, generations, token_limit
 from .tool_bodies import Tool
@@ -71,21 +71,22 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Tool], list[Ge
         )
     room = max(1, served.decoder.target.max_length - len(prompt))
     with in_fields(body, otherwise=body.field_of["constraint"]):
-        constraints = [_constraint(served, body, tools) for _ in range(min(body.n or 1, served.limits.choices))]
+        constraint = _constraint(served, body, tools)
     works = generations(
         served,
         body,
         [prompt],
         max_new_tokens=token_limit(served, asked, room, name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraints=constraints,
+        # A copy for each text: what one remembers is of use to the text that it belongs to.
+        constraints=[constraint and constraint.copy() for _ in range(min(body.n or 1, served.limits.choices))],
         # Behind a first call there shall be no second one.
         more_stops=(CLOSE,) if tools and body.parallel_tool_calls is False else (),
     )
     return body, tools, works
 
 
-def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constraint | None:
+def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> GrammarConstraint | None:
     if tools:
         return tool_constraint(served.tokenizer, body, tools)
     asked = body.response_format
@@ -94,6 +95,7 @@ def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constr
     if asked.type == "json_object":
         return GrammarConstraint.json_object(served.tokenizer)
     assert asked.json_schema is not None  # the body was checked
+    check_schemas("response_format", [asked.json_schema.schema_])
     return GrammarConstraint.from_json_schema(served.tokenizer, asked.json_schema.schema_)
 
 

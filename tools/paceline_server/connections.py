@@ -60,7 +60,7 @@ class _Connection(H11Protocol):
             headers = [*answer.raw_headers, (b"connection", b"close")]
             for event in (
                 h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),
-                h11.Data(data=answer.body),
+                h11.Data(data=bytes(answer.body)),
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
