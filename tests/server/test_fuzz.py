@@ -134,12 +134,13 @@ def damage(server: Running, count: int) -> Counter[int]:
             path = rng.choice((CHAT, TEXT))
             data = DAMAGES[number % len(DAMAGES)](rng, WHOLE[path])
             answer = client.post(f"{server.url}{path}", content=data)
-            assert answer.status_code in ALLOWED, data[:2000]
+            is_late = answer.status_code == 408 and b"timeout" in data  # one of 1e-320 s, for instance
+            assert answer.status_code in ALLOWED or is_late, data[:2000]
             if answer.status_code != 200:
                 error = answer.json()["error"]
                 assert set(error) == {"message", "type", "param", "code"}
                 assert len(answer.content) < 2000, data[:2000]
-                assert error["param"] or error["code"] == "invalid_json", (error, data[:2000])
+                assert error["param"] or error["code"] in ("invalid_json", "deadline_passed"), (error, data[:2000])
             statuses[answer.status_code] += 1
     return statuses
 

@@ -92,7 +92,7 @@ def test_measured_quality_and_mixed_bits_are_shown(invoke: Invoke, bundle: Path)
 def test_verify_finds_an_altered_file_of_the_right_size(invoke: Invoke, bundle: Path) -> None:
     result = invoke("info", bundle, "--verify")
     assert result.exit_code == 0
-    assert "Every file has the size and the SHA-256" in result.stdout
+    assert "Every file of the manifest has its size and its SHA-256." in result.stdout
     assert "hash files" in result.stderr
     assert json.loads(invoke("info", bundle, "--verify", "--json").stdout)["verified"] is True
     (bundle / "draft" / "model.onnx").write_bytes(b"drafx")
