@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import uvicorn
 
 from paceline import SpeculativeDecoder
 from paceline.errors import InvalidInputError, PacelineError, shown
+from paceline.model import CausalLM
 
 from .app import create_app
 from .connections import connections
@@ -28,6 +31,7 @@ from .served import Served
 __all__ = ["Address", "configuration", "serve"]
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,7 @@ class _Server(uvicorn.Server):
         self._load = load
         self._on_start = on_start
         self._reload: asyncio.Task[None] | None = None
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def run_all(self, sockets: list[socket.socket]) -> None:
         try:
@@ -199,9 +204,21 @@ class _Server(uvicorn.Server):
             self._reload = asyncio.create_task(self._reload_decoder())
 
     async def _reload_decoder(self) -> None:
+        before = weakref.ref(self._served.decoder.target)
         try:
             self._served.decoder = await asyncio.to_thread(self._load)
         except (PacelineError, OSError) as error:
             _log.error("The bundle was not loaded anew, the old one goes on: %s", error)
         else:
             _log.warning("The bundle was loaded anew; requests from now on use it.")
+            returning = asyncio.create_task(_return_memory(before))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+
+
+async def _return_memory(model: weakref.ref[CausalLM]) -> None:
+    """Once no text runs on this model any more: what it held is free then, but the C library would keep it."""
+    while model() is not None:
+        await asyncio.sleep(_LOOK_S)
+    with contextlib.suppress(AttributeError, OSError):  # another library than glibc
+        await asyncio.to_thread(ctypes.CDLL(None).malloc_trim, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -72,7 +71,7 @@ class FilledPath(click.Path):
 class OutputFile(FilledPath):
     """A file that can be written, so that long work does not end in a refusal; links are followed.
 
-    Files of bundles are never overwritten.
+    A bundle holds what the export wrote: nothing is written among its files, nor over one.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
@@ -82,8 +81,12 @@ class OutputFile(FilledPath):
             self.fail(f"there is no folder {path.parent}; make it first.", param, ctx)
         if path.exists() and not path.is_file():
             self.fail(f"{value} is not a regular file, so it is not replaced; name a file.", param, ctx)
-        if (bundle := _bundle_of(path)) is not None:
-            self.fail(f"{value} is a file of the bundle {bundle}, so it is not replaced; name another one.", param, ctx)
+        if (bundle := next((one for one in path.parents if (one / MANIFEST_NAME).exists()), None)) is not None:
+            self.fail(
+                f"{value} lies in the bundle {bundle}, which holds what the export wrote; name another place.",
+                param,
+                ctx,
+            )
         trial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         try:
             trial.touch()
@@ -91,23 +94,6 @@ class OutputFile(FilledPath):
         except OSError as error:
             self.fail(f"{value} cannot be written ({error.strerror}); choose another place.", param, ctx)
         return path
-
-
-def _bundle_of(path: Path) -> Path | None:
-    """The bundle whose manifest this file is, or is listed in; every file there where the manifest cannot be read."""
-    for folder in path.parents:
-        manifest = folder / MANIFEST_NAME
-        if path == manifest and manifest.exists():
-            return folder
-        if manifest.is_file() and path.exists():
-            try:
-                files = json.loads(manifest.read_bytes())["files"]
-                is_listed = path.relative_to(folder).as_posix() in files
-            except (KeyError, OSError, RecursionError, TypeError, ValueError):
-                is_listed = True
-            if is_listed:
-                return folder
-    return None
 
 
 class DraftTokens(click.ParamType[int | str]):
