@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from paceline.bundle import Bundle
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, InvalidInputError
 
 from .adapter import AdaptedReader, Adapter
 from .conversion import Conversions
@@ -366,6 +366,8 @@ class Checkpoint:
                 make no sense, or an adapter that cannot be merged.
         """
         opened = Adapter.open(adapter) if adapter is not None else None
+        if not source.gguf_file:  # before transformers divides by what stands there
+            _check_counts(source.name, read_json(source.folder / "config.json").get)
         file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
         try:
             with _one_gguf_reader():
@@ -374,7 +376,8 @@ class Checkpoint:
                 if source.gguf_file:
                     _drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
-            raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}") from error
+            hint = "; a size in its configuration is probably 0" if isinstance(error, ArithmeticError) else ""
+            raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}{hint}") from error
         packing = scaling = None
         if not source.gguf_file and (settings := getattr(config, "quantization_config", None)):
             scaling = Scaling.from_config(source.name, settings)
@@ -444,11 +447,11 @@ class Checkpoint:
         """A shallower model of the same weights: the first `count` layers, then the model's own norm and head.
 
         Raises:
-            CheckpointError: the model has not more layers than that.
+            InvalidInputError: the model has not more layers than that.
         """
         whole = getattr(self.config, "num_hidden_layers", None)
         if not isinstance(whole, int) or not 1 <= count < whole:
-            raise CheckpointError(
+            raise InvalidInputError(
                 f"{self.source.name} has {whole} layers, so a draft of its first {count} is not possible; choose from "
                 f"1 to {(whole or 1) - 1}."
             )
@@ -481,41 +484,57 @@ def _tied_names(config: PreTrainedConfig) -> set[str]:
     return {*names, *names.values()}
 
 
-def _check_sizes(name: str, config: PreTrainedConfig) -> None:
-    """Check the numbers that a decoder is built from; transformers takes many of them as they are.
+_COUNTS = (
+    *("num_hidden_layers", "max_position_embeddings", "max_seq_len", "seq_length", "vocab_size"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+def _check_counts(name: str, stated: Callable[[str], Any]) -> None:
+    """Check the numbers that a decoder is built from, where they are stated; transformers takes many as they are.
 
     Raises:
-        CheckpointError: one of them is not a positive whole number, or they do not go together.
+        CheckpointError: one of them is not a positive whole number.
     """
-
-    def refuse(setting: str, expected: str) -> CheckpointError:
-        return CheckpointError(
-            f"{name}: its configuration has {setting}; expected {expected}. Take config.json from where the checkpoint "
-            "came from."
-        )
-
-    def size(setting: str) -> int | None:
-        value = getattr(config, setting, None)
+    for setting in _COUNTS:
+        value = stated(setting)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise refuse(f"{setting}={value!r:.80}", "a whole number of at least 1")
-        return value
+            raise _no_decoder(name, f"{setting}={value!r:.80}", "a whole number of at least 1")
 
-    for setting in ("num_hidden_layers", "max_position_embeddings", "max_seq_len", "seq_length"):
-        size(setting)
-    if size("vocab_size") is None:
+
+def _check_sizes(name: str, config: PreTrainedConfig) -> None:
+    """Check the numbers that a decoder is built from, and that they go together.
+
+    Raises:
+        CheckpointError: they do not, or one of them is not a positive whole number, or there is no vocabulary.
+    """
+    _check_counts(name, lambda setting: getattr(config, setting, None))
+    if getattr(config, "vocab_size", None) is None:
         raise CheckpointError(
             f"{name} is no plain decoder of text: its configuration ({config.model_type!r}) has no vocab_size "
             "of its own. paceline exports plain decoders only."
         )
-    hidden, heads, kv_heads, head_size = map(
-        size, ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    hidden, heads, kv_heads, head_size = (
+        getattr(config, setting, None)
+        for setting in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
     if heads is None or hidden is None:
         return  # not a transformer; the trace says why it is not supported
     if kv_heads is not None and heads % kv_heads:
-        raise refuse(f"num_attention_heads={heads} and num_key_value_heads={kv_heads}", "as many or a whole multiple")
+        raise _no_decoder(
+            name, f"num_attention_heads={heads} and num_key_value_heads={kv_heads}", "as many or a whole multiple"
+        )
     if head_size is None and hidden % heads:
-        raise refuse(f"hidden_size={hidden} and num_attention_heads={heads}", "a whole multiple, or a head_dim")
+        raise _no_decoder(
+            name, f"hidden_size={hidden} and num_attention_heads={heads}", "a whole multiple, or a head_dim"
+        )
+
+
+def _no_decoder(name: str, setting: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: its configuration has {setting}; expected {expected}. Take config.json from where the checkpoint "
+        "came from."
+    )
 
 
 def _end_tokens(path: Path, settings: Mapping[str, Any]) -> frozenset[int] | None:

@@ -469,7 +469,7 @@ def check_arguments(
     made_for = find_flavor(flavor)
     made_for.weight_format(precision)
     if draft_precision is not None:
-        made_for.weight_format(draft_precision)
+        made_for.weight_format(draft_precision, "draft_precision")
         if not has_draft:
             raise InvalidInputError(f"draft_precision={draft_precision!r} is for a draft model, and there is none.")
     if draft_vocab is not None:
@@ -480,7 +480,10 @@ def check_arguments(
     if draft_calibration is not None and not has_draft:
         raise InvalidInputError(f"draft_calibration={draft_calibration!r} is for a draft model, and there is none.")
     if max_file_size is not None and max_file_size < _LEAST_FILE:
-        raise InvalidInputError(f"max_file_size must be at least {_LEAST_FILE} bytes, got {max_file_size}.")
+        raise InvalidInputError(
+            f"max_file_size must be at least {_LEAST_FILE:,} bytes, which is {_LEAST_FILE // 1000**2} MB; got "
+            f"{max_file_size:,}."
+        )
     for which, chosen, stored in (
         ("calibration", calibration, precision),
         ("draft_calibration", draft_calibration, draft_precision or precision),

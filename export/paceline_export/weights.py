@@ -193,6 +193,8 @@ def _gguf_size(data: mmap.mmap) -> int:
     if (version := cursor.take("I")) not in (2, 3):
         raise CheckpointError(f"has GGUF version {version}; paceline reads versions 2 and 3, little-endian.")
     num_tensors, num_values = cursor.take("Q"), cursor.take("Q")
+    if not num_tensors:
+        raise CheckpointError("holds no tensors, only metadata, such as a vocabulary; name a file with weights.")
     alignment = 32
     for _ in range(num_values):
         key, kind = cursor.text(), cursor.take("I")

@@ -465,13 +465,18 @@ class Bundle:
         """Whether the manifest lists this file."""
         return name in self.manifest.files
 
+    def unlisted(self) -> list[str]:
+        """Names of files in the folder that the manifest does not list, in order. Nothing of paceline reads them."""
+        found = (path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file())
+        return sorted(name for name in found if name != MANIFEST_NAME and not self.has(name))
+
     def check_files(
         self, *, verify_hashes: bool, engines: bool = True, on_bytes: Callable[[int], None] | None = None
     ) -> None:
         """Check that every listed file, engines among them or not, is in the bundle and of its size (and hash).
 
         Raises:
-            BundleError: naming the first file that is not.
+            BundleError: naming the first file that is not, or one that a graph may read and the manifest does not list.
         """
         built = {engine.path: engine for engine in self.manifest.engines}
         inside = self.root.resolve()
@@ -492,6 +497,15 @@ class Bundle:
                 raise BundleError(f"{self.root}: {name!r} has {size} bytes where {entry.size} are expected. {mend}")
             if verify_hashes and (digest := file_sha256(path, on_bytes)) != entry.sha256:
                 raise BundleError(f"{self.root}: {name!r} has SHA-256 {digest}, expected {entry.sha256}. {mend}")
+        for model in (self.manifest.target, self.manifest.draft):
+            # Graphs name their files of weights themselves.
+            beside = (self.root / model.path).parent.glob(f"{PurePosixPath(model.path).name}.*") if model else ()
+            for path in beside:
+                if not self.has(name := path.relative_to(self.root).as_posix()):
+                    raise BundleError(
+                        f"{self.root}: {name!r} lies beside a graph, but the manifest does not list it. Remove it, or "
+                        "export the bundle again."
+                    )
 
 
 def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:

@@ -140,9 +140,11 @@ class SpeculativeDecoder:
                 other.
         """
         if not isinstance(sampling, SamplingParams):
-            raise InvalidInputError(f"sampling must be SamplingParams, got {shown(sampling)}.")
+            raise InvalidInputError(f"sampling must be SamplingParams, got {shown(sampling)}.", "sampling")
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
-            raise InvalidInputError(f"max_new_tokens must be an integer of at least 1, got {shown(max_new_tokens)}.")
+            raise InvalidInputError(
+                f"max_new_tokens must be an integer of at least 1, got {shown(max_new_tokens)}.", "max_new_tokens"
+            )
         has_drafter = drafter is not None or self.draft is not None
         self._check_num_draft_tokens(num_draft_tokens, has_drafter)
         planned = num_draft_tokens == "auto" and has_drafter and self.graphs is None
@@ -156,26 +158,29 @@ class SpeculativeDecoder:
         stop_ids = frozenset((*self.eos_token_ids, *self._ids(stop_token_ids, "stop_token_ids")))
         if not isinstance(verification, str) or verification not in VERIFICATION_RULES:
             raise InvalidInputError(
-                f"verification must be one of {', '.join(map(repr, VERIFICATION_RULES))}, got {shown(verification)}."
+                f"verification must be one of {', '.join(map(repr, VERIFICATION_RULES))}, got {shown(verification)}.",
+                "verification",
             )
         if constraint is not None and not callable(constraint):
             raise InvalidInputError(
-                f"constraint must be a function from new tokens to a mask, got {shown(constraint)}."
+                f"constraint must be a function from new tokens to a mask, got {shown(constraint)}.", "constraint"
             )
         if logprobs is not None and (not _is_int(logprobs) or not 0 <= logprobs <= self.vocab_size):
             raise InvalidInputError(
-                f"logprobs must be None or an integer from 0 to {self.vocab_size}, got {shown(logprobs)}."
+                f"logprobs must be None or an integer from 0 to {self.vocab_size}, got {shown(logprobs)}.", "logprobs"
             )
         for name in ("min_new_tokens", "forced_token_ids"):
             value = getattr(sampling, name)
             asked = value if isinstance(value, int) else len(value)
             if asked > max_new_tokens:
                 raise InvalidInputError(
-                    f"{name} asks for {asked} new tokens, but max_new_tokens is {max_new_tokens}; change one of them."
+                    f"{name} asks for {asked} new tokens, but max_new_tokens is {max_new_tokens}; change one of them.",
+                    name,
                 )
         if sampling.min_new_tokens and stop_ids & set(sampling.forced_token_ids[: sampling.min_new_tokens]):
             raise InvalidInputError(
-                f"forced_token_ids ends the text before min_new_tokens={sampling.min_new_tokens}; change one of them."
+                f"forced_token_ids ends the text before min_new_tokens={sampling.min_new_tokens}; change one of them.",
+                "forced_token_ids",
             )
         streams = Streams.from_seed(sampling.seed, request)
 
@@ -203,7 +208,9 @@ class SpeculativeDecoder:
         try:
             draft_sampler = row_sampler(draft_sampling or sampling)
         except InvalidInputError as error:
-            raise InvalidInputError(f"draft_sampling: {error}" if draft_sampling else str(error)) from error
+            if not draft_sampling:
+                raise
+            raise InvalidInputError(f"draft_sampling: {error}", "draft_sampling") from error
         planner = None
         if planned:
             planner = Planner(
@@ -279,16 +286,17 @@ class SpeculativeDecoder:
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InvalidInputError("This decoder has no tokenizer; give the prompt as token ids.")
+                raise InvalidInputError("This decoder has no tokenizer; give the prompt as token ids.", "prompt")
             check_text(prompt, "prompt")
             prompt = self.tokenizer.encode(prompt)
         ids = list(self._ids(prompt, "prompt"))
         if not ids:
-            raise InvalidInputError("The prompt is empty; the model needs at least one token to go on from.")
+            raise InvalidInputError("The prompt is empty; the model needs at least one token to go on from.", "prompt")
         if len(ids) >= self.target.max_length:
             raise ContextLengthError(
                 f"The prompt has {len(ids)} tokens, but the target model's context holds {self.target.max_length} and "
-                "needs room for at least one new token; shorten the prompt or export with a larger --max-length."
+                "needs room for at least one new token; shorten the prompt or export with a larger --max-length.",
+                "prompt",
             )
         return ids
 
@@ -296,14 +304,19 @@ class SpeculativeDecoder:
         if not isinstance(drafter, str):
             return
         if drafter not in DRAFTERS:
-            raise InvalidInputError(f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {shown(drafter)}.")
+            raise InvalidInputError(
+                f"drafter must be one of {', '.join(map(repr, DRAFTERS))}, got {shown(drafter)}.", "drafter"
+            )
         if drafter != "prompt-lookup" and self.draft is None:
             raise InvalidInputError(
                 f"drafter={shown(drafter)} needs a draft model, which this decoder lacks: use 'prompt-lookup', or "
-                "export the bundle with --draft."
+                "export the bundle with --draft.",
+                "drafter",
             )
         if drafter == "hybrid" and not planned:
-            raise InvalidInputError("drafter='hybrid' plans its drafts: leave num_draft_tokens at 'auto', in numpy.")
+            raise InvalidInputError(
+                "drafter='hybrid' plans its drafts: leave num_draft_tokens at 'auto', in numpy.", "drafter"
+            )
 
     def _check_num_draft_tokens(self, num_draft_tokens: int | str, has_drafter: bool) -> None:
         if num_draft_tokens == "auto":
@@ -311,37 +324,51 @@ class SpeculativeDecoder:
         if not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool) or num_draft_tokens < 0:
             raise InvalidInputError(
                 "num_draft_tokens must be 'auto' or an integer of at least 0 (0 is plain decoding), got "
-                f"{shown(num_draft_tokens)}."
+                f"{shown(num_draft_tokens)}.",
+                "num_draft_tokens",
             )
         if num_draft_tokens and not has_drafter:
             raise InvalidInputError(
                 f"num_draft_tokens={shown(num_draft_tokens)}, but there is nothing to draft with: use 0 for plain "
-                "decoding, export a draft model into the bundle, or pass a drafter."
+                "decoding, export a draft model into the bundle, or pass a drafter.",
+                "num_draft_tokens",
             )
         if self.max_draft_tokens is not None and num_draft_tokens > self.max_draft_tokens:
             raise InvalidInputError(
                 f"num_draft_tokens={shown(num_draft_tokens)}, but the target's engine was built for at most "
-                f"{self.max_draft_tokens}; use fewer, or build it with a larger --max-draft-tokens."
+                f"{self.max_draft_tokens}; use fewer, or build it with a larger --max-draft-tokens.",
+                "num_draft_tokens",
             )
         if num_draft_tokens and num_draft_tokens + 1 > self.target.max_length:
             raise InvalidInputError(
                 f"num_draft_tokens={shown(num_draft_tokens)} needs one position more in a round, but the target "
-                f"model's cache has {self.target.max_length}; use at most {self.target.max_length - 1}."
+                f"model's cache has {self.target.max_length}; use at most {self.target.max_length - 1}.",
+                "num_draft_tokens",
             )
 
     def _check_draft_sampling(self, draft_sampling: SamplingParams, drafter: Drafter | str | None) -> None:
         if not isinstance(draft_sampling, SamplingParams):
-            raise InvalidInputError(f"draft_sampling must be SamplingParams, got {shown(draft_sampling)}.")
+            raise InvalidInputError(
+                f"draft_sampling must be SamplingParams, got {shown(draft_sampling)}.", "draft_sampling"
+            )
         if drafter not in (None, "draft-model", "hybrid") or self.draft is None:
-            raise InvalidInputError("draft_sampling is for the draft model, which does not draft here; leave it out.")
+            raise InvalidInputError(
+                "draft_sampling is for the draft model, which does not draft here; leave it out.", "draft_sampling"
+            )
         if draft_sampling.seed is not None:
-            raise InvalidInputError("draft_sampling takes no seed: `sampling.seed` keys all streams of a generation.")
+            raise InvalidInputError(
+                "draft_sampling takes no seed: `sampling.seed` keys all streams of a generation.", "draft_sampling"
+            )
 
     def _stop_strings(self, stop: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise InvalidInputError(f"stop must be a sequence of strings that are not empty, got {shown(stop)}.")
+            raise InvalidInputError(
+                f"stop must be a sequence of strings that are not empty, got {shown(stop)}.", "stop"
+            )
         if stop and self.tokenizer is None:
-            raise InvalidInputError("Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.")
+            raise InvalidInputError(
+                "Stop strings need a tokenizer, which this decoder lacks; use stop_token_ids.", "stop"
+            )
         for text in stop:
             check_text(text, "stop")
         return tuple(stop)
@@ -350,12 +377,13 @@ class SpeculativeDecoder:
         try:
             ids = tuple(operator.index(value) for value in values)
         except TypeError as error:
-            raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.") from error
+            raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.", name) from error
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidInputError(
                     f"{name} holds id {shown(token_id)}, outside the vocabulary of {self.vocab_size} ids (0 to "
-                    f"{self.vocab_size - 1})."
+                    f"{self.vocab_size - 1}).",
+                    name,
                 )
         return ids
 

@@ -51,7 +51,15 @@ class PacelineError(Exception):
 
 
 class InvalidInputError(PacelineError, ValueError):
-    """An argument or option is out of its range."""
+    """An argument or option is out of its range.
+
+    Attributes:
+        argument: the name of the one that is to blame, where there is one.
+    """
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 class ContextLengthError(InvalidInputError):

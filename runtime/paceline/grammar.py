@@ -123,6 +123,13 @@ class GrammarConstraint:
         self._lock = threading.Lock()
         self(())
 
+    def copy(self) -> Self:
+        """The same constraint with a memory of its own, for another text at the same time; nothing is read anew."""
+        other = type(self).__new__(type(self))
+        other._kind, other._end_token_ids, other._words = self._kind, self._end_token_ids, self._words
+        other._root, other._reached, other._lock = self._root.deep_copy(), OrderedDict(), threading.Lock()
+        return other
+
     def __call__(self, new_tokens: Sequence[int]) -> NDArray[np.uint32] | None:
         """The bitmask `[ceil(vocab / 32)]` behind `new_tokens`; None behind a text that left the grammar or ended.
 
@@ -164,7 +171,8 @@ class GrammarConstraint:
     def _stuck(self, matcher: LLMatcher, num_new_tokens: int) -> InvalidInputError:
         return InvalidInputError(
             f"The {self._kind} allows no text to go on behind {num_new_tokens} new tokens ({_reason(matcher)}); "
-            "change it so that some text is always left."
+            "change it so that some text is always left.",
+            "constraint",
         )
 
 

@@ -56,7 +56,8 @@ def check_graph_arguments(
         if is_given:
             raise InvalidInputError(
                 f"{name} needs logits or drafted tokens on the host, where sampler='graph' does not bring them; load "
-                "the bundle with sampler='numpy', or leave it out."
+                "the bundle with sampler='numpy', or leave it out.",
+                name,
             )
 
 

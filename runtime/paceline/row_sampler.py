@@ -53,7 +53,8 @@ class RowSampler:
                 if token_id >= vocab_size:
                     raise InvalidInputError(
                         f"{name} holds id {shown(token_id)} at position {place}, outside the vocabulary of "
-                        f"{vocab_size} ids (0 to {vocab_size - 1})."
+                        f"{vocab_size} ids (0 to {vocab_size - 1}).",
+                        name,
                     )
         self._bias_ids = np.array(list(bias), np.intp)
         self._biases = np.array(list(bias.values()))
@@ -196,10 +197,12 @@ class RowSampler:
         if largest == -math.inf:
             raise NoTokenLeftError(
                 f"No token is left at position {position}: banned, forced and end tokens, the n-gram rule and the "
-                "constraint together forbid every token that the model has a logit for."
+                "constraint together forbid every token that the model has a logit for.",
+                "constraint" if self._masks else None,
             )
         raise InvalidInputError(
-            f"{self._where(model, tokens, drafted)} become {largest} by penalties and logit_bias; use smaller ones."
+            f"{self._where(model, tokens, drafted)} become {largest} by penalties and logit_bias; use smaller ones.",
+            "logit_bias" if self.params.repetition_penalty == 1 else "repetition_penalty",
         )
 
     @staticmethod

@@ -86,13 +86,16 @@ class SamplingParams:
         _check_count("no_repeat_ngram_size", self.no_repeat_ngram_size, "0 allows all")
         _check_count("min_new_tokens", self.min_new_tokens, "0 asks for none")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**64):
-            raise InvalidInputError(f"seed must be None or an integer from 0 to 2**64 - 1, got {shown(self.seed)}.")
+            raise InvalidInputError(
+                f"seed must be None or an integer from 0 to 2**64 - 1, got {shown(self.seed)}.", "seed"
+            )
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         for name in ("banned_token_ids", "forced_token_ids"):
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
         if both := sorted(set(self.banned_token_ids) & set(self.forced_token_ids)):
             raise InvalidInputError(
-                f"Token id {both[0]} is both in banned_token_ids and in forced_token_ids; take it out of one of them."
+                f"Token id {both[0]} is both in banned_token_ids and in forced_token_ids; take it out of one of them.",
+                "banned_token_ids",
             )
 
     @property
@@ -228,12 +231,12 @@ def _block_sums(weights: FloatArray) -> NDArray[np.float64]:
 
 def _check_number(name: str, value: object, expected: str, is_valid: Callable[[float], bool]) -> None:
     if (number := _float(value)) is None or not is_valid(number):
-        raise InvalidInputError(f"{name} must be {expected}, got {shown(value)}.")
+        raise InvalidInputError(f"{name} must be {expected}, got {shown(value)}.", name)
 
 
 def _check_count(name: str, value: object, zero: str) -> None:
     if not _is_int(value) or value < 0:
-        raise InvalidInputError(f"{name} must be an integer of at least 0 ({zero}), got {shown(value)}.")
+        raise InvalidInputError(f"{name} must be an integer of at least 0 ({zero}), got {shown(value)}.", name)
 
 
 def _float(value: object) -> float | None:
@@ -253,12 +256,12 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
         pairs = list(bias.items() if isinstance(bias, Mapping) else bias)  # type: ignore[call-overload]
         given = {operator.index(token_id): value for token_id, value in pairs}
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{expected}, got {shown(bias)}.") from error
+        raise InvalidInputError(f"{expected}, got {shown(bias)}.", "logit_bias") from error
     checked = []
     for token_id, value in given.items():
         number = _float(value)
         if token_id < 0 or number is None or not math.isfinite(number):
-            raise InvalidInputError(f"{expected}, got {shown(value)} for id {shown(token_id)}.")
+            raise InvalidInputError(f"{expected}, got {shown(value)} for id {shown(token_id)}.", "logit_bias")
         checked.append((token_id, number))
     return tuple(sorted(checked))
 
@@ -267,9 +270,9 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
     try:
         ids = tuple(operator.index(value) for value in values)  # type: ignore[attr-defined]
     except TypeError as error:
-        raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.") from error
+        raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.", name) from error
     if ids and min(ids) < 0:
-        raise InvalidInputError(f"{name} must be token ids of at least 0, got {shown(min(ids))}.")
+        raise InvalidInputError(f"{name} must be token ids of at least 0, got {shown(min(ids))}.", name)
     return ids
 
 

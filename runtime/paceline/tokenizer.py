@@ -64,12 +64,16 @@ class Tokenizer:
     def from_bundle(cls, bundle: Bundle, which: str = "target") -> Tokenizer:
         """Read the tokenizer of the `"target"`, with its chat template when there is one, or of the `"draft"`.
 
+        Files that the manifest does not list are not read.
+
         Raises:
             BundleError: no `tokenizer.json`, or one that cannot be read.
         """
         own = bundle.manifest.draft_tokenizer if which == "draft" else None
         path = bundle.path("tokenizer.json" if own is None else own.path)
-        return cls.from_folder(path.parent, bundle.manifest.tokenizer_of(which))
+        template = path.with_name("chat_template.jinja")
+        listed = bundle.has(template.relative_to(bundle.root).as_posix())
+        return cls._read(path, template if listed else None, bundle.manifest.tokenizer_of(which))
 
     @classmethod
     def from_folder(cls, folder: str | Path, entry: TokenizerEntry) -> Tokenizer:
@@ -78,8 +82,11 @@ class Tokenizer:
         Raises:
             BundleError: no `tokenizer.json`, or one that cannot be read.
         """
-        path = Path(folder) / "tokenizer.json"
         template = Path(folder) / "chat_template.jinja"
+        return cls._read(Path(folder) / "tokenizer.json", template if template.is_file() else None, entry)
+
+    @classmethod
+    def _read(cls, path: Path, template: Path | None, entry: TokenizerEntry) -> Tokenizer:
         if not path.is_file():
             raise BundleError(f"There is no tokenizer at {path}; export the bundle again.")
         try:
@@ -87,7 +94,7 @@ class Tokenizer:
         except Exception as error:  # the package raises plain Exception
             raise BundleError(f"{path} cannot be read as a tokenizer ({error}); export the bundle again.") from error
         try:
-            chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+            chat_template = template.read_text(encoding="utf-8") if template else None
         except UnicodeDecodeError as error:
             raise BundleError(f"{template} is not UTF-8 ({error}); export the bundle again.") from error
         return cls(backend, entry, chat_template)

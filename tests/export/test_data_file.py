@@ -78,7 +78,9 @@ def test_no_file_is_written_over(tmp_path: Path) -> None:
 
 
 def test_weights_in_many_files_are_the_model(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidInputError, match="max_file_size must be at least 1000000 bytes, got 20000"):
+    with pytest.raises(
+        InvalidInputError, match="max_file_size must be at least 1,000,000 bytes, which is 1 MB; got 20,000"
+    ):
         export_bundle(resolve(str(llama)), None, tmp_path / "bundle", max_file_size=20_000)
     monkeypatch.setattr("paceline_export.export._LEAST_FILE", 1)
     source = resolve(str(llama))

@@ -333,9 +333,10 @@ def test_a_configuration_that_makes_no_sense_is_refused_at_once(
     assert not list(tmp_path.glob("*bundle*"))
 
 
-def test_what_is_wrong_with_a_size_is_said(llama: Path, tmp_path: Path) -> None:
-    folder = edited(llama, tmp_path / "m", "config.json", num_hidden_layers=0)
-    with pytest.raises(CheckpointError, match=r"num_hidden_layers=0; expected a whole number of at least 1\. Take"):
+@pytest.mark.parametrize("setting", ["num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"])
+def test_what_is_wrong_with_a_size_is_said(llama: Path, tmp_path: Path, setting: str) -> None:
+    folder = edited(llama, tmp_path / "m", "config.json", **{setting: 0})
+    with pytest.raises(CheckpointError, match=rf"{setting}=0; expected a whole number of at least 1\. Take"):
         export(folder, tmp_path / "bundle")
 
 

@@ -96,6 +96,12 @@ def test_other_kinds_are_refused_before_the_trace(kind: Kind, tmp_path: Path, mo
         export_bundle(resolve(str(path)), None, tmp_path / "bundle", precision="fp32")
 
 
+def test_a_file_without_tensors_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {}, {})
+    with pytest.raises(CheckpointError, match=r"m\.gguf holds no tensors, only metadata"):
+        resolve(str(path))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_of_mixed_blocks_becomes_a_bundle(tied: bool, tmp_path: Path) -> None:
     tensors = weights(tied=tied, layers=2)

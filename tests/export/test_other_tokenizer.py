@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers
 
 import paceline
 from paceline.bundle import MANIFEST_NAME, Bundle
-from paceline.errors import BundleError, CheckpointError, IncompatiblePairError, InvalidInputError
+from paceline.errors import BundleError, IncompatiblePairError, InvalidInputError
 from paceline.translated import TranslatedModel
 from paceline_export.export import export_bundle
 from paceline_export.parity import check_bundle
@@ -196,7 +196,7 @@ def test_the_first_layers_of_the_target_draft_for_it(target: Path, tmp_path: Pat
 
 
 def test_first_layers_are_fewer_than_all(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has 3 layers, so a draft of its first 3 is not possible"):
+    with pytest.raises(InvalidInputError, match="has 3 layers, so a draft of its first 3 is not possible"):
         export(target, None, tmp_path / "bundle", draft_layers=3)
     with pytest.raises(InvalidInputError, match="draft_layers must be at least 1, got 0"):
         export(target, None, tmp_path / "bundle", draft_layers=0)

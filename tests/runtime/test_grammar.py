@@ -229,6 +229,16 @@ def test_texts_that_left_the_grammar_or_ended_are_not_judged() -> None:
     assert EOS in allowed(constraint, ids("1"))
 
 
+def test_a_copy_allows_the_same_and_remembers_for_itself() -> None:
+    constraint = GrammarConstraint.from_regex(TOKENIZER, "a[0-9]{3}")
+    ids = TOKENIZER.encode("a12")
+    constraint(ids)
+    copy = constraint.copy()
+    assert not copy._reached
+    for end in (3, 0, 2):
+        np.testing.assert_array_equal(copy(ids[:end]), constraint(ids[:end]))
+
+
 def test_threads_may_share_a_constraint() -> None:
     constraint = GrammarConstraint.from_json_schema(TOKENIZER, COMPACT)
 

@@ -323,7 +323,23 @@ def test_a_manifest_that_is_no_json_object_is_refused(damaged: Path, text: str) 
 
 def test_a_chat_template_that_is_not_utf8_is_refused(damaged: Path) -> None:
     (damaged / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    rewrite_manifest(
+        damaged, lambda data: data["files"].update({"chat_template.jinja": {"size": 2, "sha256": "0" * 64}})
+    )
     with pytest.raises(BundleError, match="is not UTF-8"):
+        paceline.load(damaged)
+
+
+def test_a_chat_template_that_the_manifest_does_not_list_is_not_read(damaged: Path) -> None:
+    (damaged / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    tokenizer = paceline.load(damaged).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.chat_template is None
+
+
+def test_weights_that_the_manifest_does_not_list_are_refused(damaged: Path) -> None:
+    rewrite_manifest(damaged, lambda data: data["files"].pop("draft/model.onnx.data"))
+    with pytest.raises(BundleError, match=r"'draft/model.onnx.data' lies beside a graph, but the manifest does not"):
         paceline.load(damaged)
 
 

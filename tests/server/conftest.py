@@ -18,10 +18,10 @@ import uvicorn
 
 import paceline
 from paceline import AsyncEngine, SpeculativeDecoder
-from paceline_server import Limits, Served, create_app
+from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.record import Journal
-from paceline_server.server import Address
+from paceline_server.server import Address, configuration
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 MODEL = "tiny"
@@ -33,6 +33,7 @@ class Running:
 
     url: str
     served: Served
+    num_connections: Callable[[], int]
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         with httpx2.Client(timeout=30) as client:
@@ -59,15 +60,12 @@ def running(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     journals: Sequence[Journal] = (),
     send_buffer: int | None = None,
+    address: Address = Address(port=0, drain_s=5),  # noqa: B008 - frozen
     **engine: Any,
 ) -> Iterator[Running]:
     served = Served(decoder, AsyncEngine(**engine), MODEL, limits)
-    config = uvicorn.Config(
-        create_app(served, keys, journals), lifespan="off", log_config=None, ws="none", http="h11", loop="asyncio",
-        timeout_graceful_shutdown=5,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    with Address(port=0).bind() as listening:
+    server = uvicorn.Server(configuration(served, address, keys, journals))
+    with address.bind(limits.client_s) as listening:
         if send_buffer is not None:  # of every connection, in bytes
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
@@ -75,7 +73,9 @@ def running(
         try:
             while not server.started:
                 time.sleep(0.005)
-            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", served)
+            yield Running(
+                f"http://127.0.0.1:{listening.getsockname()[1]}", served, lambda: len(server.server_state.connections)
+            )
         finally:
             server.should_exit = True
             thread.join()

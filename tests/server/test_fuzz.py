@@ -36,6 +36,7 @@ WHOLE: dict[str, dict[str, Any]] = {
         "temperature": 0.5,
         "logit_bias": {"65": -1.5},
         "response_format": {"type": "text"},
+        "stream": True,
         "stream_options": {"include_usage": True},
     },
     TEXT: {"model": MODEL, "prompt": ["Hi 😀", "é"], "max_tokens": 1, "echo": True, "logprobs": 2, "seed": 1},
@@ -133,10 +134,13 @@ def damage(server: Running, count: int) -> Counter[int]:
             path = rng.choice((CHAT, TEXT))
             data = DAMAGES[number % len(DAMAGES)](rng, WHOLE[path])
             answer = client.post(f"{server.url}{path}", content=data)
-            assert answer.status_code in ALLOWED, data[:2000]
+            is_late = answer.status_code == 408 and b"timeout" in data  # one of 1e-320 s, for instance
+            assert answer.status_code in ALLOWED or is_late, data[:2000]
             if answer.status_code != 200:
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                error = answer.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}
                 assert len(answer.content) < 2000, data[:2000]
+                assert error["param"] or error["code"] in ("invalid_json", "deadline_passed"), (error, data[:2000])
             statuses[answer.status_code] += 1
     return statuses
 
@@ -223,7 +227,7 @@ def test_random_fields_are_answered_or_named(server: Running) -> None:
             if answer.status_code == 400:
                 error = answer.json()["error"]
                 assert error["message"]
-                assert error["param"] in (None, *fields)
+                assert error["param"] in fields, error
 
         check()
 

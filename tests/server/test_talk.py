@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import os
 import pty
@@ -21,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline import SpeculativeDecoder
+from paceline.bundle import MANIFEST_NAME, Bundle, FileEntry, file_sha256
 from paceline_server.keys import ApiKeys
 from paceline_tools.cli import cli
 
@@ -40,7 +42,11 @@ def talk(lines: str, *args: object, **options: Any) -> Result:
 def chat_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "tiny"
     shutil.copytree(tiny_bundle, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    template = folder / "chat_template.jinja"
+    template.write_text(TEMPLATE)
+    manifest = Bundle.open(folder).manifest
+    files = {**manifest.files, template.name: FileEntry(template.stat().st_size, file_sha256(template))}
+    (folder / MANIFEST_NAME).write_text(dataclasses.replace(manifest, files=files).to_json())
     return folder
 
 
@@ -229,6 +235,8 @@ def test_servers_that_do_not_serve(server: Running, decoder: SpeculativeDecoder,
     [
         (["http://"], "no URL"),
         (["http://x:port"], "no URL"),
+        (["ftp://127.0.0.1"], "spoken with over http:// or https://, not ftp://"),
+        (["HTTP://127.0.0.1:1", "--threads", "2"], "--threads is for bundles"),
         (["http://127.0.0.1:1", "--threads", "2"], "--threads is for bundles"),
         (["http://127.0.0.1:1", "--temperature", "3"], "--temperature"),
         (["BUNDLE", "--model", "x"], "--model is for servers"),

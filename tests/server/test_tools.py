@@ -212,6 +212,15 @@ def test_a_strict_function_is_held_to_its_schema(decoder: SpeculativeDecoder, st
         assert calls[0][1]["days"] == 77
 
 
+def schema_of(characters: int, **more: Any) -> dict[str, Any]:
+    """A function whose schema is a little longer than that."""
+    parameters = {"type": "object", "description": "x" * characters}
+    return {"type": "function", "function": {"name": f"f{characters}", "parameters": parameters, **more}}
+
+
+LARGE, STRICT = schema_of(40_000, strict=True), schema_of(30_000, strict=True)
+
+
 @pytest.mark.parametrize(
     ("template", "body", "param", "words"),
     [
@@ -228,9 +237,11 @@ def test_a_strict_function_is_held_to_its_schema(decoder: SpeculativeDecoder, st
             "type object",
         ),
         (TEMPLATE, {"tools": None, "tool_choice": "required"}, "tool_choice", "no tools"),
+        (TEMPLATE, {"tools": [schema_of(70_000)], "tool_choice": "required"}, "tools", "65,536 characters together"),
+        (TEMPLATE, {"tools": [LARGE, STRICT]}, "tools", "65,536 characters together"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no function x"),
         (TEMPLATE, {"response_format": {"type": "json_object"}}, "response_format", "exclude"),
-        (TEMPLATE, {"stream_options": {"include_pieces": True}}, "stream_options", "exclude"),
+        (TEMPLATE, {"stream": True, "stream_options": {"include_pieces": True}}, "stream_options", "exclude"),
     ],
 )
 def test_tools_that_cannot_be_honoured(
@@ -249,7 +260,7 @@ def test_tools_that_cannot_be_honoured(
         (PLAIN, "assistant", {"name": "weather", "arguments": "{}"}, "drops tool_calls"),
         (TEMPLATE, "assistant", {"name": "weather", "arguments": "[]"}, "JSON object"),
         (TEMPLATE, "assistant", {"name": "weather", "arguments": "{"}, "JSON object"),
-        (TEMPLATE, "user", {"name": "weather", "arguments": "{}"}, "only the assistant"),
+        (TEMPLATE, "user", {"name": "weather", "arguments": "{}"}, "Only the assistant"),
     ],
 )
 def test_calls_in_messages_that_cannot_be_honoured(

@@ -278,6 +278,37 @@ def test_own_layers_are_a_number(invoke: Invoke, seen: Seen, tmp_path: Path, dra
     assert "a number of layers of at least 1 is expected, such as self:8" in result.stderr
 
 
+def test_more_own_layers_than_there_are_is_wrong_usage(invoke: Invoke, tmp_path: Path) -> None:
+    from tiny import sizes, tiny_checkpoint
+
+    source = tiny_checkpoint(tmp_path / "source", LlamaConfig(**sizes()))
+    result = invoke("export", "--target", source, "--draft", "self:99", "-o", tmp_path / "bundle")
+    assert result.exit_code == 2
+    assert "has 2 layers, so a draft of its first 99 is not possible; choose from 1 to 1" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--flavor", "cuda", "--precision", "fp32"), "--precision fp32 is none that graphs of the flavour cuda have"),
+        (
+            ("--draft", "small", "--draft-precision", "fp8"),
+            "--draft-precision fp8 is none that graphs of the flavour ort",
+        ),
+        (("--max-file-size", "50KB"), "--max-file-size must be at least 1,000,000 bytes, which is 1 MB; got 50,000"),
+        (("--max-file-size", "50 parsecs"), "a size such as 512MB or 2GB is expected, in B, kB, MB, GB, KiB, MiB, GiB"),
+    ],
+)
+def test_what_cannot_be_honoured_is_told_in_options(
+    invoke: Invoke, seen: Seen, tmp_path: Path, args: tuple[str, ...], words: str
+) -> None:
+    result = invoke("export", "--target", "big", "-o", tmp_path / "b", *args)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert seen.exports == []
+
+
 def test_own_layers_are_no_source(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
     assert invoke("export", "--target", "big", "--draft", "self:8", "-o", tmp_path / "b").exit_code == 0
     assert seen.exports == [("source big", None, tmp_path / "b")]

@@ -39,6 +39,17 @@ def test_it_shows_models_tokenizer_and_files(invoke: Invoke, bundle: Path) -> No
         assert line in lines
 
 
+def test_verify_tells_of_files_that_the_manifest_does_not_list(invoke: Invoke, bundle: Path) -> None:
+    assert "Warning" not in invoke("info", bundle, "--verify").stdout
+    assert json.loads(invoke("info", bundle, "--verify", "--json").stdout)["unlisted"] == []
+    for name in ("b.jinja", "target/a"):
+        (bundle / name).write_text("x")
+    shown = invoke("info", bundle, "--verify")
+    assert shown.exit_code == 0
+    assert "Warning: the manifest does not list 'b.jinja', 'target/a'; nothing vouches for" in shown.stdout
+    assert json.loads(invoke("info", bundle, "--verify", "--json").stdout)["unlisted"] == ["b.jinja", "target/a"]
+
+
 def test_a_single_model_has_one_column(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("info", write_table_bundle(tmp_path / "single", draft=False, template=None))
     assert "draft" not in result.stdout
@@ -81,7 +92,7 @@ def test_measured_quality_and_mixed_bits_are_shown(invoke: Invoke, bundle: Path)
 def test_verify_finds_an_altered_file_of_the_right_size(invoke: Invoke, bundle: Path) -> None:
     result = invoke("info", bundle, "--verify")
     assert result.exit_code == 0
-    assert "Every file has the size and the SHA-256" in result.stdout
+    assert "Every file of the manifest has its size and its SHA-256." in result.stdout
     assert "hash files" in result.stderr
     assert json.loads(invoke("info", bundle, "--verify", "--json").stdout)["verified"] is True
     (bundle / "draft" / "model.onnx").write_bytes(b"drafx")

@@ -144,6 +144,7 @@ def test_what_cannot_be_compared_is_refused(invoke: Invoke, folder: Path, tiny_b
         ((folder / "self", folder / "self"), "names a bundle twice"),
         ((folder / "self", "--draft-precision", "fp32"), "--draft-precision is for drafts of --draft"),
         ((folder / "self", "--draft", "self:x"), "--draft self:x: a number of layers of at least 1"),
+        ((folder / "self", "--draft", "self:3"), "the target has 3 layers; choose from self:1 to self:2"),
         ((folder / "self", "--draft", "self:1"), "where .* got its target from, target, is not known any more"),
     ):
         result = invoke("recommend", *arguments, *PROMPTS)

@@ -98,6 +98,83 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
         assert ask() == before
 
 
+def test_every_limit_of_a_request_is_an_option(tiny_bundle: Path) -> None:
+    options = {
+        "--max-body": 0.001, "--max-prompt-tokens": 20, "--max-new-tokens": 7, "--max-choices": 2,
+        "--kv-memory": 1e-9, "--max-running": 1, "--max-waiting": 0,
+    }  # fmt: skip
+
+    def error(url: str, **body: object) -> tuple[int, str]:
+        answer = httpx2.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x", **body}, timeout=30)
+        found = answer.json()["error"]
+        return answer.status_code, f"{found['code']}: {found['message']}"
+
+    with serving(tiny_bundle, "--model-name", "m", *(part for pair in options.items() for part in pair)) as (_, url):
+        for body, status, words in (
+            ({"prompt": "x" * 1100}, 413, "body_too_large: The body is larger than this server's limit of 1,048 bytes"),
+            ({"prompt": [5] * 21}, 400, "context_length_exceeded: The prompt has 21 tokens, but this server reads at"),
+            ({"max_tokens": 8}, 400, "invalid_value: max_tokens is 8, but this server writes at most 7 tokens"),
+            ({"n": 3}, 400, "invalid_value: 1 prompts with n = 3 ask for 3 texts, but this server writes at most 2"),
+            ({"n": 2}, 400, "invalid_value: n: 2 texts were asked for at once, but only 1 may run and wait"),
+            ({}, 400, "kv_memory_exceeded: "),
+        ):
+            found = error(url, **body)
+            assert found[0] == status
+            assert found[1].startswith(words)
+
+
+def test_every_limit_of_time_is_an_option(tiny_bundle: Path) -> None:
+    options = ("--model-name", "m", "--timeout", 0.001, "--client-timeout", 0.5)
+    with serving(tiny_bundle, *options) as (_, url):
+        body = {"model": "m", "prompt": "x", "max_tokens": 200, "min_tokens": 200}
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_passed")
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"GET ")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+# A server over a model that writes for minutes.
+_ENDLESS = """
+import pathlib, sys, time
+from paceline import AsyncEngine, SpeculativeDecoder, load
+from paceline.testing import TableModel
+from paceline_server import Served
+from paceline_server.keys import ApiKeys
+from paceline_server.server import Address, serve
+
+class Slow(TableModel):
+    def forward(self, *args):
+        time.sleep(0.05)
+        return super().forward(*args)
+
+pair = load(sys.argv[1])
+model = Slow.random(pair.vocab_size, seed=1, order=1, max_length=4096)
+decoder = SpeculativeDecoder(model, None, pair.tokenizer, pair.vocab_size, ())
+served = Served(decoder, AsyncEngine(), "m")
+address = Address(port=0, drain_s=int(sys.argv[2]))
+serve(served, address, ApiKeys(), load=lambda: decoder, on_start=lambda url: print(url, flush=True))
+"""
+
+
+def test_texts_that_outlast_the_drain_are_ended(tiny_bundle: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ENDLESS, tiny_bundle, "1"], stdout=subprocess.PIPE, env=environment(), text=True
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().strip()
+        body = {"model": "m", "prompt": "x", "max_tokens": 4000, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0  # 4,000 tokens would have taken 200 s at least
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
 def test_a_connection_too_many_is_503(tiny_bundle: Path) -> None:
     with serving(tiny_bundle, "--max-connections", 2) as (_, url):
         host, _, port = url.removeprefix("http://").partition(":")
@@ -139,6 +216,12 @@ def _keys(folder: Path) -> Path:
         (["--tls-cert", __file__, "--tls-key", __file__], 2, "must be PEM"),
         (["--max-running", "0"], 2, "max-running"),
         (["--log-prompts"], 2, "--log-format json"),
+        (["--model-name", ""], 2, "--model-name"),
+        (["--model-name", "a\tb"], 2, "'a\\tb'"),
+        (["--model-name", "my model"], 2, "'my model'"),
+        (["--model-name", "{name}"], 2, "--model-name"),
+        (["--model-name", "../a"], 2, "begin with a letter"),
+        (["--model-name", "a" * 201], 2, "up to 200"),
     ],
 )
 def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: str) -> None:

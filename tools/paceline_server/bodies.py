@@ -5,16 +5,19 @@ A field that cannot be honoured is an error that names it; none is dropped in si
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_core import from_json
+from pydantic import Field, Tag, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from paceline.errors import shown
 
 from .api_error import ApiError
+from .kinds import AUTO, LIST, NUMBER, OBJECT, TEXT, by_kind, json_kind, sent
 from .strict import Strict
 from .tool_bodies import NamedTool, Tool, ToolCall
 
@@ -42,6 +45,31 @@ _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[
+    Annotated[Text, Tag(TEXT)] | Annotated[list[Text], Field(max_length=16), Tag(LIST)],
+    by_kind("a text, or a list of texts"),
+]
+NumDraftTokens = Annotated[
+    Annotated[int, Field(ge=0, lt=1024), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(AUTO)],
+    by_kind("'auto', or a whole number from 0 to 1023", lambda value: AUTO if value == "auto" else json_kind(value)),
+]
+_LISTS = {kind: f"{LIST} of {kind}" for kind in (TEXT, NUMBER, LIST)}
+
+
+def _prompt_kind(value: object) -> str | None:
+    """What a prompt is; a list is of what its first entry is, and of texts where it has none."""
+    if not isinstance(value, list):
+        return json_kind(value)
+    return _LISTS.get(json_kind(value[0]) or "") if value else _LISTS[TEXT]
+
+
+Prompt = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[str], Field(min_length=1), Tag(_LISTS[TEXT])]
+    | Annotated[list[TokenId], Field(min_length=1), Tag(_LISTS[NUMBER])]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1), Tag(_LISTS[LIST])],
+    by_kind("a text, a list of texts, a list of token ids, or a list of such lists", _prompt_kind),
+]
 
 
 class StreamOptions(Strict):
@@ -61,7 +89,7 @@ class SamplingBody(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -75,10 +103,22 @@ class SamplingBody(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, lt=1024)] | Literal["auto"] | None = None
+    num_draft_tokens: NumDraftTokens | None = None
     drafter: Literal["draft-model", "prompt-lookup", "hybrid"] | None = None
     verification: Literal["token", "block"] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise _contradiction("There is no stream to have options; give stream: true, or leave them out")
+        return value
+
+    @property
+    def field_of(self) -> dict[str, str]:
+        """The field that each argument of the library is taken from, where it has another name."""
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
     @property
     def wants_pieces(self) -> bool:
@@ -89,15 +129,15 @@ class SamplingBody(Strict):
 class CompletionBody(SamplingBody):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def field_of(self) -> dict[str, str]:
+        """See `SamplingBody.field_of`."""
+        return super().field_of | {"prompt": "prompt"}
 
 
 class TextPart(Strict):
@@ -107,33 +147,45 @@ class TextPart(Strict):
     text: str
 
 
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(LIST)], by_kind("a text, or a list of parts")
+]
+
+
 class Message(Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Annotated[str, Field(min_length=1)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise _contradiction(f"Only the assistant calls tools, not the {self.role}, but there are tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise _contradiction(
+                "What a tool returned needs the tool_call_id of its call"
+                if self.role == "tool"
+                else f"A tool_call_id belongs to what a tool returned, not to a message of the {self.role}"
+            )
+        if self.content is None and self.role != "assistant":
+            raise _contradiction(f"The message of the {self.role} has no content")
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it, which know nothing of parts and developers.
 
         Raises:
-            ApiError: calls that are not the assistant's, or whose arguments are no JSON object.
+            ApiError: a call's arguments are no JSON object.
         """
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name))}
         if self.tool_calls:
-            if self.role != "assistant":
-                raise ApiError(
-                    400,
-                    f"messages: only the assistant calls tools, but a message of the {self.role} has tool_calls.",
-                    param="messages",
-                    code="invalid_value",
-                )
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
@@ -153,6 +205,22 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def _has_a_schema_where_it_is_used(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _contradiction(
+                "The type json_schema needs json_schema"
+                if self.type == "json_schema"
+                else f"json_schema is of no use to the type {self.type}; leave it out, or say json_schema"
+            )
+        return self
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
+    by_kind("'none', 'auto', 'required', or an object that names a function"),
+]
+
 
 class ChatBody(SamplingBody):
     """`POST /v1/chat/completions`."""
@@ -164,8 +232,15 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def field_of(self) -> dict[str, str]:
+        """See `SamplingBody.field_of`."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        constraint = "response_format" if self.response_format and self.response_format.type != "text" else "tools"
+        return super().field_of | {"prompt": "messages", "max_new_tokens": limit, "constraint": constraint}
 
 
 _Body = TypeVar("_Body", bound=SamplingBody)
@@ -179,6 +254,7 @@ def read_body(kind: type[_Body], data: bytes) -> _Body:
     """
     try:
         value = from_json(data, allow_inf_nan=False)
+        _check_keys(data)
     except ValueError as error:  # no JSON, no UTF-8, or too deep
         raise ApiError(400, f"The body is no JSON: {error}.", code="invalid_json") from error
     if not isinstance(value, dict):
@@ -197,6 +273,48 @@ def read_body(kind: type[_Body], data: bytes) -> _Body:
         raise _named(error) from error
 
 
+class _Doubled(dict[str, Any]):
+    """An object that had a key twice."""
+
+    key: str
+
+
+def _check_keys(data: bytes) -> None:
+    """Refuse objects with a key that stands there twice, for one of its values would be dropped.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    doubled: list[_Doubled] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            found = _Doubled(pairs)
+            [(found.key, _)] = Counter(name for name, _ in pairs).most_common(1)
+            doubled.append(found)
+        return found
+
+    body = json.loads(data.decode(), object_pairs_hook=read, parse_int=str, parse_float=str, strict=False)
+    if doubled and isinstance(body, dict):
+        field = next((name for name, value in body.items() if _holds(value, doubled)), doubled[0].key)
+        raise ApiError(
+            400, f"{field:.100}: the key {doubled[0].key!r:.100} stands twice in one object.",
+            param=field, code="invalid_json",
+        )  # fmt: skip
+
+
+def _holds(value: object, doubled: list[_Doubled]) -> bool:
+    if any(value is one for one in doubled):
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(_holds(one, doubled) for one in inner)
+
+
+def _contradiction(message: str) -> PydanticCustomError:
+    return PydanticCustomError("contradiction", "{message}", {"message": message})
+
+
 def _same(value: object, other: object) -> bool:
     """Equality without Python's own, for which 1 is true."""
     return type(value) is type(other) and value == other
@@ -205,7 +323,7 @@ def _same(value: object, other: object) -> bool:
 def _named(error: ValidationError) -> ApiError:
     """The first thing that is wrong, in one sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(map(str, sent(first["loc"])))
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown field {path:.200}.", param=param, code="unknown_parameter")

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from paceline import Generation
-from paceline.constraint import Constraint
 from paceline.grammar import GrammarConstraint
 from paceline.logprobs import TokenLogprobs
 from paceline.pieces import TextPieces
@@ -22,10 +21,12 @@ from .api_error import ApiError
 from .bodies import ChatBody, read_body
 from .endpoint import prepared
 from .event_stream import EventStream, pieces_field
+from .fields import in_fields
 from .logprob_shapes import chat_logprobs, entries_of
 from .metrics import Metrics
 from .models import check_model
 from .record import RequestRecord
+from .schemas import check_schemas
 from .served import Served
 from .texts import Texts, generations, token_limit
 from .tool_bodies import Tool
@@ -59,7 +60,8 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Tool], list[Ge
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs", code="invalid_value")
     tools = callable_tools(body)
-    prompt = served.tokenizer.encode(chat_prompt(served.tokenizer, body, tools), add_special_tokens=False)
+    with in_fields(body):
+        prompt = served.tokenizer.encode(chat_prompt(served.tokenizer, body, tools), add_special_tokens=False)
     asked, name = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, name = body.max_tokens, "max_tokens"
@@ -68,20 +70,23 @@ def _prepare(served: Served, data: bytes) -> tuple[ChatBody, list[Tool], list[Ge
             400, "max_tokens and max_completion_tokens differ; give one of them.", param=name, code="invalid_value"
         )
     room = max(1, served.decoder.target.max_length - len(prompt))
+    with in_fields(body, otherwise=body.field_of["constraint"]):
+        constraint = _constraint(served, body, tools)
     works = generations(
         served,
         body,
         [prompt],
         max_new_tokens=token_limit(served, asked, room, name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        constraints=[_constraint(served, body, tools) for _ in range(min(body.n or 1, served.limits.choices))],
+        # A copy for each text: what one remembers is of use to the text that it belongs to.
+        constraints=[constraint and constraint.copy() for _ in range(min(body.n or 1, served.limits.choices))],
         # Behind a first call there shall be no second one.
         more_stops=(CLOSE,) if tools and body.parallel_tool_calls is False else (),
     )
     return body, tools, works
 
 
-def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constraint | None:
+def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> GrammarConstraint | None:
     if tools:
         return tool_constraint(served.tokenizer, body, tools)
     asked = body.response_format
@@ -89,13 +94,8 @@ def _constraint(served: Served, body: ChatBody, tools: Sequence[Tool]) -> Constr
         return None
     if asked.type == "json_object":
         return GrammarConstraint.json_object(served.tokenizer)
-    if asked.json_schema is None:
-        raise ApiError(
-            400,
-            "response_format of type json_schema needs json_schema.",
-            param="response_format",
-            code="missing_required_parameter",
-        )
+    assert asked.json_schema is not None  # the body was checked
+    check_schemas("response_format", [asked.json_schema.schema_])
     return GrammarConstraint.from_json_schema(served.tokenizer, asked.json_schema.schema_)
 
 

@@ -21,6 +21,7 @@ from .api_error import ApiError
 from .bodies import CompletionBody, read_body
 from .endpoint import prepared
 from .event_stream import EventStream, pieces_field
+from .fields import in_fields
 from .logprob_shapes import CompletionLogprobs, entries_of
 from .metrics import Metrics
 from .models import check_model
@@ -73,8 +74,10 @@ async def _score(served: Served, token_ids: list[int], body: CompletionBody) -> 
     most = served.limits.timeout_s
     if len(token_ids) == 1:
         return []
-    scoring = Scoring(served.decoder, token_ids, body.logprobs or 0)
-    async with served.engine.run(scoring, timeout_s=min(body.timeout or most, most)) as pieces:
+    with in_fields(body):
+        scoring = Scoring(served.decoder, token_ids, body.logprobs or 0)
+        stream = served.engine.run(scoring, timeout_s=min(body.timeout or most, most))
+    async with stream as pieces:
         return [entry async for piece in pieces for entry in piece]
 
 

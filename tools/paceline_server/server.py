@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,18 @@ import uvicorn
 
 from paceline import SpeculativeDecoder
 from paceline.errors import InvalidInputError, PacelineError, shown
+from paceline.model import CausalLM
 
 from .app import create_app
+from .connections import connections
 from .keys import ApiKeys
 from .record import Journal
 from .served import Served
 
-__all__ = ["Address", "serve"]
+__all__ = ["Address", "configuration", "serve"]
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,10 @@ class Address:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidInputError("TLS needs both a certificate and its key; give both, or none of them.")
 
-    def bind(self) -> socket.socket:
+    def bind(self, client_s: float | None = None) -> socket.socket:
         """Take the port.
+
+        With `client_s`, connections whose client takes nothing of what was sent for so many seconds are closed.
 
         Raises:
             InvalidInputError: the host is no address.
@@ -77,6 +84,8 @@ class Address:
         # Connections inherit it. asyncio sets it only where a socket's protocol number is known, and 40 ms go by
         # without it, for the head of an answer and its body are written one after the other.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if client_s is not None:  # whether the client has gone without a word, or does not read
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * client_s) or 1)
         return listening
 
     def check_tls(self) -> None:
@@ -94,6 +103,26 @@ class Address:
                 f"The certificate {self.tls_certificate} and the key {self.tls_key} cannot be used "
                 f"({error.reason or error}); both must be PEM, and belong to each other."
             ) from error
+
+
+def configuration(
+    served: Served, address: Address, keys: ApiKeys | None = None, journals: Sequence[Journal] = ()
+) -> uvicorn.Config:
+    """How uvicorn serves `served`; see `serve`."""
+    return uvicorn.Config(
+        create_app(served, keys, journals),
+        loop="asyncio",
+        http=connections(served.limits.client_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=address.max_connections,
+        timeout_graceful_shutdown=address.drain_s,
+        ssl_certfile=address.tls_certificate,
+        ssl_keyfile=address.tls_key,
+    )
 
 
 def serve(
@@ -120,24 +149,8 @@ def serve(
         PacelineError: the port cannot be taken.
     """
     address.check_tls()
-    with contextlib.closing(address.bind()) as listening:
-        # Connections inherit it: one whose client has gone without a word, or does not read, is closed by the system.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * served.limits.client_s) or 1)
-        config = uvicorn.Config(
-            create_app(served, keys, journals),
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=address.max_connections,
-            timeout_graceful_shutdown=address.drain_s,
-            ssl_certfile=address.tls_certificate,
-            ssl_keyfile=address.tls_key,
-        )
-        server = _Server(config, served, load, on_start)
+    with contextlib.closing(address.bind(served.limits.client_s)) as listening:
+        server = _Server(configuration(served, address, keys, journals), served, load, on_start)
         asyncio.run(server.run_all([listening]))
 
 
@@ -154,6 +167,7 @@ class _Server(uvicorn.Server):
         self._load = load
         self._on_start = on_start
         self._reload: asyncio.Task[None] | None = None
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def run_all(self, sockets: list[socket.socket]) -> None:
         try:
@@ -190,9 +204,21 @@ class _Server(uvicorn.Server):
             self._reload = asyncio.create_task(self._reload_decoder())
 
     async def _reload_decoder(self) -> None:
+        before = weakref.ref(self._served.decoder.target)
         try:
             self._served.decoder = await asyncio.to_thread(self._load)
         except (PacelineError, OSError) as error:
             _log.error("The bundle was not loaded anew, the old one goes on: %s", error)
         else:
             _log.warning("The bundle was loaded anew; requests from now on use it.")
+            returning = asyncio.create_task(_return_memory(before))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+
+
+async def _return_memory(model: weakref.ref[CausalLM]) -> None:
+    """Once no text runs on this model any more: what it held is free then, but the C library would keep it."""
+    while model() is not None:
+        await asyncio.sleep(_LOOK_S)
+    with contextlib.suppress(AttributeError, OSError):  # another library than glibc
+        await asyncio.to_thread(ctypes.CDLL(None).malloc_trim, 0)

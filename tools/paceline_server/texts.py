@@ -13,10 +13,11 @@ from typing import Any, Self
 from paceline import Generation, SamplingParams, Step
 from paceline.constraint import Constraint
 from paceline.engine import StepStream
-from paceline.errors import ContextLengthError
+from paceline.errors import ContextLengthError, InvalidInputError
 
 from .api_error import ApiError
 from .bodies import SamplingBody
+from .fields import in_fields, of_field
 from .metrics import Metrics
 from .record import RequestRecord
 from .served import Served
@@ -56,8 +57,7 @@ def generations(
     that its text does not depend on what was asked before.
 
     Raises:
-        ApiError: too many texts, or a bias for what is no token id.
-        InvalidInputError: whatever the library refuses.
+        ApiError: too many texts, a bias for what is no token id, or whatever the library refuses.
     """
     limits, n = served.limits, body.n or 1
     if len(prompts) * n > limits.choices:
@@ -70,30 +70,30 @@ def generations(
         )
     for prompt in prompts:
         if limits.prompt_tokens is not None and len(prompt) > limits.prompt_tokens:
-            raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens, but this server reads at most {limits.prompt_tokens}."
-            )
+            error = f"The prompt has {len(prompt)} tokens, but this server reads at most {limits.prompt_tokens}."
+            raise of_field(body, ContextLengthError(error))
     decoder = served.decoder if body.seed is None else replace(served.decoder, prefixes=None)
     sampling = _sampling(body)
     stop = (*((body.stop,) if isinstance(body.stop, str) else body.stop or ()), *more_stops)
     options: dict[str, Any] = {} if body.verification is None else {"verification": body.verification}
-    return [
-        decoder.generate(
-            list(prompt),
-            sampling,
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens="auto" if body.num_draft_tokens is None else body.num_draft_tokens,
-            drafter=body.drafter,
-            stop=stop,
-            stop_token_ids=body.stop_token_ids or (),
-            logprobs=logprobs,
-            constraint=constraints[choice % len(constraints)],
-            request=choice,
-            **options,
-        )
-        for prompt in prompts
-        for choice in range(n)
-    ]
+    with in_fields(body):
+        return [
+            decoder.generate(
+                list(prompt),
+                sampling,
+                max_new_tokens=max_new_tokens,
+                num_draft_tokens="auto" if body.num_draft_tokens is None else body.num_draft_tokens,
+                drafter=body.drafter,
+                stop=stop,
+                stop_token_ids=body.stop_token_ids or (),
+                logprobs=logprobs,
+                constraint=constraints[choice % len(constraints)],
+                request=choice,
+                **options,
+            )
+            for prompt in prompts
+            for choice in range(n)
+        ]
 
 
 def _sampling(body: SamplingBody) -> SamplingParams:
@@ -104,28 +104,34 @@ def _sampling(body: SamplingBody) -> SamplingParams:
         value = getattr(body, name)
         return getattr(default, field or name) if value is None else value
 
-    return SamplingParams(
-        temperature=given("temperature"),
-        top_k=given("top_k"),
-        top_p=given("top_p"),
-        min_p=given("min_p"),
-        typical_p=given("typical_p"),
-        repetition_penalty=given("repetition_penalty"),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        logit_bias=_biases(body.logit_bias or {}),
-        min_new_tokens=given("min_tokens", "min_new_tokens"),
-        seed=body.seed,
-    )
+    with in_fields(body):
+        return SamplingParams(
+            temperature=given("temperature"),
+            top_k=given("top_k"),
+            top_p=given("top_p"),
+            min_p=given("min_p"),
+            typical_p=given("typical_p"),
+            repetition_penalty=given("repetition_penalty"),
+            presence_penalty=given("presence_penalty"),
+            frequency_penalty=given("frequency_penalty"),
+            logit_bias=_biases(body.logit_bias or {}),
+            min_new_tokens=given("min_tokens", "min_new_tokens"),
+            seed=body.seed,
+        )
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    for name in given:
+    biases: dict[int, float] = {}
+    for name, bias in given.items():
+        reason = None
         if not (name.isascii() and name.isdecimal() and len(name) < 10):
-            raise ApiError(
-                400, f"logit_bias must name token ids, got {name!r:.80}.", param="logit_bias", code="invalid_value"
-            )
-    return {int(name): bias for name, bias in given.items()}
+            reason = f"must name token ids, got {name!r:.80}"
+        elif int(name) in biases:
+            reason = f"names the token id {int(name)} twice"
+        if reason:
+            raise ApiError(400, f"logit_bias {reason}.", param="logit_bias", code="invalid_value")
+        biases[int(name)] = bias
+    return biases
 
 
 class Texts:
@@ -143,15 +149,18 @@ class Texts:
         """Queue them, and let `record` know of them.
 
         Raises:
+            ApiError: more texts than may run and wait, or one that takes more memory than all may.
             OverloadError: the queue is full; and whatever else `AsyncEngine.run` raises.
         """
         self.works = works
+        self._body = body
         self.num_choices = body.n or 1
         self.first_token: float | None = None
         self._metrics = metrics
         most = served.limits.timeout_s
         self._started = time.monotonic()
-        self._streams = served.engine.run_all(works, timeout_s=min(body.timeout or most, most))
+        with in_fields(body, otherwise="n"):
+            self._streams = served.engine.run_all(works, timeout_s=min(body.timeout or most, most))
         record.stream = bool(body.stream)
         record.texts = self
 
@@ -172,9 +181,12 @@ class Texts:
         """
         before = [self._started] * len(self._streams)
         async with aclosing(_merged(self._streams)) as merged:
-            async for index, step in merged:
-                self._observe(step, before, index)
-                yield index, step
+            try:
+                async for index, step in merged:
+                    self._observe(step, before, index)
+                    yield index, step
+            except InvalidInputError as error:  # seen only on the way, as a grammar that leads nowhere
+                raise of_field(self._body, error) from error
 
     def _observe(self, step: Step, before: list[float], index: int) -> None:
         now = time.monotonic()

@@ -19,6 +19,7 @@ from paceline.tokenizer import Tokenizer
 
 from .api_error import ApiError
 from .bodies import ChatBody
+from .schemas import check_schemas
 from .tool_bodies import NamedTool, Tool
 
 __all__ = ["CLOSE", "Call", "CallReader", "callable_tools", "chat_prompt", "tool_constraint"]
@@ -100,6 +101,7 @@ def tool_constraint(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool])
     """What holds calls to the tools' schemas: where a call is required, and where a function is strict.
 
     Raises:
+        ApiError: the schemas are too large.
         InstallationError: llguidance is missing.
         InvalidInputError: a schema cannot be honoured.
     """
@@ -109,6 +111,7 @@ def tool_constraint(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool])
     is_forced = choice == "required" or isinstance(choice, NamedTool)
     if not is_forced and not any(tool.function.strict for tool in tools):
         return None
+    check_schemas("tools", (tool.function.parameters for tool in tools if is_forced or tool.function.strict))
     tail = json.dumps("}\n" + CLOSE)
     bodies = []
     for place, tool in enumerate(tools):

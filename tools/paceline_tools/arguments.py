@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from paceline.bundle import MANIFEST_NAME
 from paceline.providers import PROVIDERS
 
 __all__ = [
@@ -68,7 +69,10 @@ class FilledPath(click.Path):
 
 
 class OutputFile(FilledPath):
-    """A file that can be written, so that long work does not end in a refusal; links are followed."""
+    """A file that can be written, so that long work does not end in a refusal; links are followed.
+
+    A bundle holds what the export wrote: nothing is written among its files, nor over one.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Check the path by writing a file beside it, which is removed again."""
@@ -77,6 +81,12 @@ class OutputFile(FilledPath):
             self.fail(f"there is no folder {path.parent}; make it first.", param, ctx)
         if path.exists() and not path.is_file():
             self.fail(f"{value} is not a regular file, so it is not replaced; name a file.", param, ctx)
+        if (bundle := next((one for one in path.parents if (one / MANIFEST_NAME).exists()), None)) is not None:
+            self.fail(
+                f"{value} lies in the bundle {bundle}, which holds what the export wrote; name another place.",
+                param,
+                ctx,
+            )
         trial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         try:
             trial.touch()
@@ -195,10 +205,13 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Check the size."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)?", str(value))
-        count = round(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).lower())
+        units = {unit.lower(): count for unit, count in _UNITS.items()}
+        count = round(float(found[1]) * units.get(found[2] or "b", 0)) if found else 0
         if count < 1:
-            self.fail(f"got {value!r}; a size such as 512MB or 2GB is expected.", param, ctx)
+            self.fail(
+                f"got {value!r}; a size such as 512MB or 2GB is expected, in {', '.join(_UNITS)} or bytes.", param, ctx
+            )
         return count
 
 

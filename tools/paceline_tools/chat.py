@@ -91,7 +91,9 @@ def command(
         check_text(option, text)
     settings = Settings(temperature, top_p, seed, max_new_tokens, draft_tokens)
     partner: Partner
-    if where.startswith(("http://", "https://")):
+    if (scheme := re.match(r"([A-Za-z][\w+.-]*)://", where)) and scheme[1].lower() not in ("http", "https"):
+        raise click.UsageError(f"{where!r:.200}: a server is spoken with over http:// or https://, not {scheme[1]}://.")
+    if scheme:
         for name, option in _FOR_BUNDLES.items():
             if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
                 raise click.UsageError(f"{option} is for bundles; a server has its own.")

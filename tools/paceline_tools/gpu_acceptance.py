@@ -32,6 +32,8 @@ from paceline.providers import PROVIDERS, find_provider
 from paceline.trt import TrtKVCache, TrtModel
 from paceline.trt_engine import Engine
 
+from .arguments import OUTPUT_FILE
+from .files import write_whole
 from .invariants import Difference, tolerance_of
 from .measure import compare, machine
 from .proof import prove
@@ -288,6 +290,10 @@ def command(
     samples: int,
 ) -> None:
     """See on this machine that bundles run as they should; the exit code is 1 when something does not hold."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    json_file, markdown_file = (
+        OUTPUT_FILE.convert(output.with_suffix(suffix), None, context) for suffix in (".json", ".md")
+    )
     pairs = [run.rpartition("=") for run in runs]
     for folder, _, provider in pairs:
         if not folder or provider not in PROVIDERS:
@@ -321,9 +327,8 @@ def command(
         "machine": machine(),
         "runs": found,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    output.with_suffix(".md").write_text(markdown(document), encoding="utf-8")
+    write_whole(json_file, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    write_whole(markdown_file, markdown(document))
     click.echo(markdown(document))
     if any(run["failed"] for run in found):
         context.exit(1)

@@ -22,6 +22,8 @@ from .tables import quality_table, size, table
 
 __all__ = ["command"]
 
+_MOST_NAMES = 5
+
 
 @click.command("info")
 @click.argument("folder", metavar="DIR", type=FOLDER)
@@ -36,11 +38,18 @@ def command(folder: Path, verify: bool, as_json: bool) -> None:
         _verify(bundle)
     if as_json:
         document = {"bundle": str(folder), "verified": verify, "computed": _computed(bundle)}
+        document |= {"unlisted": bundle.unlisted()} if verify else {}
         click.echo(json.dumps({**asdict(bundle.manifest), **document}, ensure_ascii=False, indent=1))
         return
     click.echo(_text(bundle))
     if verify:
-        click.echo("\nEvery file has the size and the SHA-256 of the manifest.")
+        click.echo("\nEvery file of the manifest has its size and its SHA-256.")
+        if names := bundle.unlisted():
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            click.echo(
+                f"Warning: the manifest does not list {', '.join(map(repr, names[:_MOST_NAMES]))}{more}; nothing "
+                "vouches for these files, and paceline does not read them."
+            )
 
 
 def _verify(bundle: Bundle) -> None:

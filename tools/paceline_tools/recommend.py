@@ -272,6 +272,10 @@ def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> tuple[Any, i
 
     layers, source = own_layers(draft), draft
     if layers is not None:
+        if layers >= (whole := bundle.manifest.target.num_layers):
+            raise InvalidInputError(
+                f"--draft {draft}: the target has {whole} layers; choose from self:1 to self:{whole - 1}."
+            )
         entry = bundle.manifest.target.source
         if entry.kind not in ("recipe", "hub"):
             raise InvalidInputError(

@@ -14,6 +14,7 @@ from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.logs import JsonFormatter, RequestLog
 from paceline_server.record import Journal
+from paceline_server.served import check_name
 from paceline_server.server import Address, serve
 from paceline_server.traces import Traces
 
@@ -82,7 +83,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 )  # fmt: skip
 @click.option(
     "--client-timeout", metavar="S", type=NumberRange(0, 1e6, min_open=True), default=30.0, show_default=True,
-    help="Seconds that a client may take to send its body, or to read what was sent.",
+    help="Seconds that a client may take to send a request's head, its body, or to read what was sent.",
 )  # fmt: skip
 @click.option(
     "--drain-timeout", metavar="S", type=click.IntRange(0), default=30, show_default=True,
@@ -136,6 +137,7 @@ def command(
     """
     if log_prompts and log_format != "json":
         raise click.UsageError("--log-prompts adds to the lines of --log-format json; give that too.")
+    name = check_name(bundle.resolve().name if model_name is None else model_name)
     traces = Traces.from_environment() if with_traces else None
     journals: list[Journal] = [traces] if traces else []
     if log_format == "json":
@@ -166,7 +168,7 @@ def command(
     )
     if host not in _LOCAL and not keys:
         _say(f"Warning: whoever reaches {host} is served; --api-keys would ask for a key.", log_format)
-    served = Served(decoder, engine, model_name or bundle.resolve().name, limits)
+    served = Served(decoder, engine, name, limits)
     try:
         serve(
             served,

@@ -97,15 +97,15 @@ class Flavor:
     weights: WeightNodes
     after_saving: Callable[[Path], Any]
 
-    def weight_format(self, precision: str) -> WeightFormat:
-        """The format of a precision by name.
+    def weight_format(self, precision: str, argument: str = "precision") -> WeightFormat:
+        """The format of a precision by name, which `argument` gave.
 
         Raises:
             InvalidInputError: there is none for this flavour.
         """
         if precision not in self.precisions:
             raise InvalidInputError(
-                f"Unknown precision {precision!r} for the flavour {self.name}: expected one of "
+                f"{argument}={precision!r} is none that graphs of the flavour {self.name} have: expected one of "
                 f"{', '.join(self.precisions)}."
             )
         return self.precisions[precision]
