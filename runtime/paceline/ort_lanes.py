@@ -1,0 +1,256 @@
+"""Several texts in one pass of ONNX Runtime: rows of all go through the weights together, and attend in lanes.
+
+What a graph with lanes reads and writes, beside a flavour's usual graph; N is the number of lanes:
+
+```
+input_ids                       int64 [1, rows]      rows of all lanes, one lane behind the other
+lane_rows                       int64 [N]            how many of them each lane has; 0 for an idle one
+logits_indices                  int64 [num_logits]   rows whose logits are wanted
+lanes.{j}.seqlens_k             int32 [1]            the lane's valid length after this step, less one
+lanes.{j}.total_sequence_length int32 []             that length
+lanes.{j}.past_key_values.{i}.key / .value           [1, kv_heads, positions of the lane, head_size]
+→ logits                        float32 [1, num_logits, vocab_size]
+→ lanes.{j}.present.{i}.key / .value                 the same buffers, updated in place
+```
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle import Bundle, ModelEntry, TensorSpec
+from .device_array import AnyArray, bind_input, bind_output
+from .errors import BundleError, InvalidInputError, shown
+from .logit_ids import read_logit_ids
+from .model import Feed, checked_ids
+from .ort import OrtModel, check_specs
+from .ort_buffers import OrtBuffers
+from .ort_session import open_session
+from .pass_cost import PassCost
+
+__all__ = ["LaneCache", "LanesModel", "lane_specs"]
+
+
+def lane_specs(entry: ModelEntry, count: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs of the graph with `count` lanes for a model whose usual graph is as `entry` says."""
+    shared = {
+        "input_ids": TensorSpec("input_ids", "int64", (1, "rows")),
+        "logits_indices": TensorSpec("logits_indices", "int64", ("num_logits",)),
+        "logits": TensorSpec("logits", "float32", (1, "num_logits", entry.vocab_size)),
+    }
+    inputs = [shared["input_ids"], TensorSpec("lane_rows", "int64", (count,)), shared["logits_indices"]]
+    outputs = [shared["logits"]]
+    for lane in range(count):
+        shape = (1, entry.num_kv_heads, f"positions_{lane}", entry.head_size)
+        inputs.append(TensorSpec(f"lanes.{lane}.seqlens_k", "int32", (1,)))
+        inputs.append(TensorSpec(f"lanes.{lane}.total_sequence_length", "int32", ()))
+        for specs, all_specs in ((inputs, entry.inputs), (outputs, entry.outputs)):
+            specs += [
+                TensorSpec(f"lanes.{lane}.{spec.name}", entry.kv_dtype, shape)
+                for spec in all_specs
+                if spec.name.startswith(("past_key_values.", "present."))
+            ]
+    return tuple(inputs), tuple(outputs)
+
+
+class LaneCache(OrtBuffers):
+    """Buffers of one sequence, which are bound to the lane that a pass gives them.
+
+    Attributes:
+        values: the buffers as ONNX Runtime takes them; they keep the memory alive.
+        lane: where they are bound; None is nowhere.
+    """
+
+    def __init__(self, model: OrtModel, max_length: int) -> None:
+        import onnxruntime
+
+        super().__init__(model, max_length)
+        self.values: list[Any] = [onnxruntime.OrtValue.ortvalue_from_numpy(buffer) for buffer in self.buffers]
+        self.lane: int | None = None
+
+
+class LanesModel(OrtModel):
+    """A model run by a graph with lanes; see `paceline.model.BatchedLM`. It takes one pass at a time.
+
+    A cache stays in its lane until another one needs it, so that texts that go on together are bound once.
+    """
+
+    def __init__(self, session: Any, entry: ModelEntry, count: int, logit_ids: NDArray[np.int64] | None = None) -> None:
+        """Run a graph that has `count` lanes, of the model that `entry` describes."""
+        import onnxruntime
+
+        super().__init__(session, entry, logit_ids)
+        self._count = count
+        self._lock = threading.Lock()
+        self._cost = PassCost()
+        self._binding = session.io_binding()
+        # Who is in each lane, and in which pass it ran last.
+        self._holders: list[weakref.ref[LaneCache] | None] = [None] * count
+        self._used = [0] * count
+        self._passes = 0
+        nothing = np.zeros((1, entry.num_kv_heads, 1, entry.head_size), entry.kv_dtype)
+        self._idle = [onnxruntime.OrtValue.ortvalue_from_numpy(nothing)] * len(self.past_names)
+        self._rows = np.zeros(count, np.int64)
+        self._seqlens = [np.zeros(1, np.int32) for _ in range(count)]
+        self._totals = [np.zeros((), np.int32) for _ in range(count)]
+        bind_input(self._binding, "lane_rows", self._rows)
+        for lane in range(count):
+            bind_input(self._binding, f"lanes.{lane}.seqlens_k", self._seqlens[lane])
+            bind_input(self._binding, f"lanes.{lane}.total_sequence_length", self._totals[lane])
+            self._bind(lane, self._idle)
+
+    @classmethod
+    def open(
+        cls, bundle: Bundle, which: str, *, provider: str = "cpu", threads: int | None = None, max_batch: int = 2
+    ) -> LanesModel:
+        """Load the graph with lanes of one model of a bundle; see `OrtModel.open`.
+
+        Args:
+            bundle: an opened bundle.
+            which: `"target"` or `"draft"`.
+            provider: only "cpu".
+            threads: as in `OrtModel.open`.
+            max_batch: texts in one pass, at most as many as the graph has lanes.
+
+        Raises:
+            InvalidInputError: another provider; the bundle has no such graph, or one with fewer lanes; or as
+                `OrtModel.open`.
+            InstallationError: ONNX Runtime is missing, or installed twice.
+            BundleError: the graph cannot be loaded, or is not what the manifest says.
+        """
+        if provider != "cpu":
+            raise InvalidInputError(f"Graphs with lanes run with the provider 'cpu', got {shown(provider)}.")
+        entry = cls._find_entry(bundle, which)
+        if entry.lanes is None or entry.lanes.count < max_batch:
+            have = "one text" if entry.lanes is None else f"at most {entry.lanes.count} texts"
+            raise InvalidInputError(
+                f"max_batch={max_batch}: the {which}'s graph in {bundle.root} takes {have} in a pass; add one with "
+                f"`paceline batch {bundle.root} --max-batch {max_batch}`, or ask for fewer."
+            )
+        session = open_session(bundle.path(entry.lanes.path), threads=threads, same_shapes=False)
+        for kind, specs, found in zip(
+            ("input", "output"),
+            lane_specs(entry, entry.lanes.count),
+            (session.get_inputs(), session.get_outputs()),
+            strict=True,
+        ):
+            check_specs(bundle.root, entry.lanes.path, kind, specs, found)
+        return cls(session, entry, entry.lanes.count, read_logit_ids(bundle, entry))
+
+    @property
+    def max_batch(self) -> int:
+        """Most texts in one pass."""
+        return self._count
+
+    def _new_cache(self, max_length: int) -> LaneCache:
+        return LaneCache(self, max_length)
+
+    def forward_all(self, feeds: Sequence[Feed]) -> list[NDArray[np.float32]]:
+        """Feed several caches in one pass; see `BatchedLM.forward_all`."""
+        if not 1 <= len(feeds) <= self._count:
+            raise InvalidInputError(f"A pass takes 1 to {self._count} texts, got {len(feeds)}.")
+        caches = [cast(LaneCache, self._own(feed.cache)) for feed in feeds]
+        if len(set(map(id, caches))) < len(caches):
+            raise InvalidInputError("A KV cache can be fed only once in a pass.")
+        ids = [checked_ids(feed.tokens, feed.cache, feed.num_logits, self.entry.num_input_ids) for feed in feeds]
+        return self._pass(ids, caches, [feed.num_logits for feed in feeds])
+
+    def _run(
+        self, ids: AnyArray, cache: OrtBuffers, num_logits: int, *, in_place: bool = False, stay: bool = False
+    ) -> AnyArray:
+        return self._pass([cast(NDArray[np.int64], ids)], [cast(LaneCache, cache)], [num_logits])[0]
+
+    def _pass(
+        self, ids: Sequence[NDArray[np.int64]], caches: Sequence[LaneCache], num_logits: Sequence[int]
+    ) -> list[NDArray[np.float32]]:
+        with self._lock:
+            self._seat(caches)
+            order = sorted(range(len(caches)), key=lambda index: caches[index].lane or 0)
+            self._rows.fill(0)
+            for seqlens, total in zip(self._seqlens, self._totals, strict=True):
+                seqlens.fill(0)
+                total.fill(0)
+            places: list[slice] = [slice(0)] * len(caches)  # of each text's logits
+            indices: list[int] = []
+            first = 0
+            for index in order:
+                rows, lane, wanted = len(ids[index]), caches[index].lane or 0, num_logits[index]
+                self._rows[lane] = rows
+                self._seqlens[lane].fill(caches[index].length + rows - 1)
+                self._totals[lane].fill(caches[index].length + rows)
+                places[index] = slice(len(indices), len(indices) + wanted)
+                indices += range(first + rows - wanted, first + rows)
+                first += rows
+            # Made anew for each pass: the texts of the one before may not have read theirs.
+            logits = np.empty((1, len(indices), self.entry.vocab_size), np.float32)
+            given = np.concatenate([ids[index] for index in order])[np.newaxis]
+            wanted_rows = np.array(indices, np.int64)
+            bind_input(self._binding, "input_ids", given)
+            bind_input(self._binding, "logits_indices", wanted_rows)
+            bind_output(self._binding, "logits", logits)
+            started = time.perf_counter()
+            try:
+                self.session.run_with_iobinding(self._binding)
+            except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                fed = ", ".join(
+                    f"{cache.length} to {cache.length + len(x)}" for cache, x in zip(caches, ids, strict=True)
+                )
+                raise BundleError(
+                    f"ONNX Runtime cannot run {self._path} on positions {fed} of {len(caches)} texts: {error}"
+                ) from error
+            seconds = self._cost.share(time.perf_counter() - started, [len(x) for x in ids])
+            for cache, x, own in zip(caches, ids, seconds, strict=True):
+                cache.seconds += own
+                cache.advance(len(x))
+            return [logits[0, place] for place in places]
+
+    @property
+    def _path(self) -> str:
+        return self.entry.lanes.path if self.entry.lanes is not None else self.entry.path
+
+    def _seat(self, caches: Sequence[LaneCache]) -> None:
+        """Give each cache a lane, and put whoever was there out of it; lanes whose caches are gone become idle."""
+        self._passes += 1
+        for lane, holder in enumerate(self._holders):
+            if holder is not None and holder() is None:
+                self._leave(lane)
+        for cache in caches:
+            if cache.lane is not None:
+                self._used[cache.lane] = self._passes
+        for cache in caches:
+            if cache.lane is not None:
+                continue
+            # An idle one, else the one that has not run for longest; those of this pass have just been marked.
+            lane = min(range(self._count), key=lambda lane: (self._holders[lane] is not None, self._used[lane]))
+            if (holder := self._holders[lane]) is not None and (other := holder()) is not None:
+                other.lane = None
+            cache.lane, self._used[lane] = lane, self._passes
+            self._holders[lane] = weakref.ref(cache, partial(self._gone, lane))
+            self._bind(lane, cache.values)
+
+    def _gone(self, lane: int, holder: weakref.ref[LaneCache]) -> None:
+        """A cache is gone: free its buffers at once, unless a pass runs, whose successor does it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._holders[lane] is holder:
+                    self._leave(lane)
+            finally:
+                self._lock.release()
+
+    def _leave(self, lane: int) -> None:
+        self._holders[lane] = None
+        self._used[lane] = 0
+        self._bind(lane, self._idle)
+
+    def _bind(self, lane: int, values: Sequence[Any]) -> None:
+        for past, present, value in zip(self.past_names, self.present_names, values, strict=True):
+            self._binding.bind_ortvalue_input(f"lanes.{lane}.{past}", value)
+            self._binding.bind_ortvalue_output(f"lanes.{lane}.{present}", value)
