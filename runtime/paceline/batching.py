@@ -18,7 +18,7 @@ __all__ = ["Batchable", "Rendezvous"]
 _T = TypeVar("_T")
 
 # A text that feeds more tokens than these, as a prompt does, has a pass to itself: weights are then read for many rows
-# anyway, and the others would wait for it.
+# anyway, and the others, who would wait for it, go first.
 MOST_ROWS = 32
 
 
@@ -154,9 +154,9 @@ class Rendezvous:
 
 
 def _choose(waiting: dict[int, _Question]) -> list[int]:
-    """Who has the next pass: the draft model's waiters first, whoever has many rows alone."""
-    first = min(waiting, key=lambda index: (not waiting[index].is_draft, index))
-    model = waiting[first].model
-    members = sorted(index for index, question in waiting.items() if question.model is model)
-    alone = [index for index in members if len(waiting[index].feed.tokens) > MOST_ROWS]
-    return alone[:1] or members[: model.max_batch]
+    """Who has the next pass: the draft model's waiters first; whoever has many rows alone, when all others are through."""
+    few = {index: question for index, question in waiting.items() if len(question.feed.tokens) <= MOST_ROWS}
+    if not few:
+        return [min(waiting)]
+    model = few[min(few, key=lambda index: (not few[index].is_draft, index))].model
+    return sorted(index for index, question in few.items() if question.model is model)[: model.max_batch]
