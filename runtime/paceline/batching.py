@@ -154,7 +154,7 @@ class Rendezvous:
 
 
 def _choose(waiting: dict[int, _Question]) -> list[int]:
-    """Who has the next pass: the draft model's waiters first; whoever has many rows alone, when all others are through."""
+    """Who has the next pass: the draft model's waiters first; whoever has many rows alone, and last."""
     few = {index: question for index, question in waiting.items() if len(question.feed.tokens) <= MOST_ROWS}
     if not few:
         return [min(waiting)]
