@@ -3,8 +3,10 @@
 What a graph with lanes reads and writes, beside a flavour's usual graph; N is the number of lanes:
 
 ```
-input_ids                       int64 [1, rows]      rows of all lanes, one lane behind the other
-lane_rows                       int64 [N]            how many of them each lane has; 0 for an idle one
+input_ids                       int64 [1, rows]      of all texts, one behind the other
+lane_rows                       int64 [N]            rows of each lane; 1 for an idle one, whose result is left out
+rows_in                         int64 [their sum]    which of `rows` each row of the lanes is
+rows_out                        int64 [rows]         and where each of `rows` stands among those of the lanes
 logits_indices                  int64 [num_logits]   rows whose logits are wanted
 lanes.{j}.seqlens_k             int32 [1]            the lane's valid length after this step, less one
 lanes.{j}.total_sequence_length int32 []             that length
@@ -38,6 +40,9 @@ from .pass_cost import PassCost
 
 __all__ = ["LaneCache", "LanesModel", "lane_specs"]
 
+# What an idle lane reads.
+_ANY_ROW: NDArray[np.int64] = np.zeros(1, np.int64)
+
 
 def lane_specs(entry: ModelEntry, count: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs of the graph with `count` lanes for a model whose usual graph is as `entry` says."""
@@ -46,7 +51,13 @@ def lane_specs(entry: ModelEntry, count: int) -> tuple[tuple[TensorSpec, ...], t
         "logits_indices": TensorSpec("logits_indices", "int64", ("num_logits",)),
         "logits": TensorSpec("logits", "float32", (1, "num_logits", entry.vocab_size)),
     }
-    inputs = [shared["input_ids"], TensorSpec("lane_rows", "int64", (count,)), shared["logits_indices"]]
+    inputs = [
+        shared["input_ids"],
+        TensorSpec("lane_rows", "int64", (count,)),
+        TensorSpec("rows_in", "int64", ("rows_of_lanes",)),
+        TensorSpec("rows_out", "int64", ("rows",)),
+        shared["logits_indices"],
+    ]
     outputs = [shared["logits"]]
     for lane in range(count):
         shape = (1, entry.num_kv_heads, f"positions_{lane}", entry.head_size)
@@ -80,7 +91,7 @@ class LaneCache(OrtBuffers):
 class LanesModel(OrtModel):
     """A model run by a graph with lanes; see `paceline.model.BatchedLM`. It takes one pass at a time.
 
-    A cache stays in its lane until another one needs it, so that texts that go on together are bound once.
+    A cache stays in its lane while it is in each pass, so that texts that go on together are bound once.
     """
 
     def __init__(self, session: Any, entry: ModelEntry, count: int, logit_ids: NDArray[np.int64] | None = None) -> None:
@@ -92,10 +103,7 @@ class LanesModel(OrtModel):
         self._lock = threading.Lock()
         self._cost = PassCost()
         self._binding = session.io_binding()
-        # Who is in each lane, and in which pass it ran last.
-        self._holders: list[weakref.ref[LaneCache] | None] = [None] * count
-        self._used = [0] * count
-        self._passes = 0
+        self._holders: list[weakref.ref[LaneCache] | None] = [None] * count  # who is bound to each lane
         nothing = np.zeros((1, entry.num_kv_heads, 1, entry.head_size), entry.kv_dtype)
         self._idle = [onnxruntime.OrtValue.ortvalue_from_numpy(nothing)] * len(self.past_names)
         self._rows = np.zeros(count, np.int64)
@@ -172,29 +180,35 @@ class LanesModel(OrtModel):
         self, ids: Sequence[NDArray[np.int64]], caches: Sequence[LaneCache], num_logits: Sequence[int]
     ) -> list[NDArray[np.float32]]:
         with self._lock:
-            self._seat(caches)
-            order = sorted(range(len(caches)), key=lambda index: caches[index].lane or 0)
-            self._rows.fill(0)
-            for seqlens, total in zip(self._seqlens, self._totals, strict=True):
-                seqlens.fill(0)
-                total.fill(0)
-            places: list[slice] = [slice(0)] * len(caches)  # of each text's logits
-            indices: list[int] = []
+            lanes = self._seat(caches)
+            in_lane: list[NDArray[np.int64]] = [_ANY_ROW] * self._count  # rows of the input
+            wanted: list[NDArray[np.int64]] = []
             first = 0
-            for index in order:
-                rows, lane, wanted = len(ids[index]), caches[index].lane or 0, num_logits[index]
-                self._rows[lane] = rows
-                self._seqlens[lane].fill(caches[index].length + rows - 1)
-                self._totals[lane].fill(caches[index].length + rows)
-                places[index] = slice(len(indices), len(indices) + wanted)
-                indices += range(first + rows - wanted, first + rows)
-                first += rows
+            for lane, x, cache, count in zip(lanes, ids, caches, num_logits, strict=True):
+                last = first + len(x)
+                in_lane[lane] = np.arange(first, last)
+                self._seqlens[lane].fill(cache.length + len(x) - 1)
+                self._totals[lane].fill(cache.length + len(x))
+                wanted.append(np.arange(last - count, last))
+                first = last
+            for lane, rows in enumerate(in_lane):
+                self._rows[lane] = len(rows)
+                if rows is _ANY_ROW:
+                    self._seqlens[lane].fill(0)
+                    self._totals[lane].fill(1)
+            starts = np.cumsum(self._rows) - self._rows
+            given = {
+                "input_ids": np.concatenate(ids)[np.newaxis],
+                "rows_in": np.concatenate(in_lane),
+                "rows_out": np.concatenate(
+                    [starts[lane] + np.arange(len(x)) for lane, x in zip(lanes, ids, strict=True)]
+                ),
+                "logits_indices": np.concatenate(wanted),
+            }
             # Made anew for each pass: the texts of the one before may not have read theirs.
-            logits = np.empty((1, len(indices), self.entry.vocab_size), np.float32)
-            given = np.concatenate([ids[index] for index in order])[np.newaxis]
-            wanted_rows = np.array(indices, np.int64)
-            bind_input(self._binding, "input_ids", given)
-            bind_input(self._binding, "logits_indices", wanted_rows)
+            logits = np.empty((1, sum(num_logits), self.entry.vocab_size), np.float32)
+            for name, array in given.items():
+                bind_input(self._binding, name, array)
             bind_output(self._binding, "logits", logits)
             started = time.perf_counter()
             try:
@@ -210,31 +224,24 @@ class LanesModel(OrtModel):
             for cache, x, own in zip(caches, ids, seconds, strict=True):
                 cache.seconds += own
                 cache.advance(len(x))
-            return [logits[0, place] for place in places]
+            return np.split(logits[0], np.cumsum(num_logits)[:-1])
 
     @property
     def _path(self) -> str:
         return self.entry.lanes.path if self.entry.lanes is not None else self.entry.path
 
-    def _seat(self, caches: Sequence[LaneCache]) -> None:
-        """Give each cache a lane, and put whoever was there out of it; lanes whose caches are gone become idle."""
-        self._passes += 1
+    def _seat(self, caches: Sequence[LaneCache]) -> list[int]:
+        """Give each cache a lane, and return them; lanes of all others become idle, for an idle lane is written to."""
         for lane, holder in enumerate(self._holders):
-            if holder is not None and holder() is None:
+            if holder is not None and holder() not in caches:
                 self._leave(lane)
+        free = [lane for lane, holder in enumerate(self._holders) if holder is None]
         for cache in caches:
-            if cache.lane is not None:
-                self._used[cache.lane] = self._passes
-        for cache in caches:
-            if cache.lane is not None:
-                continue
-            # An idle one, else the one that has not run for longest; those of this pass have just been marked.
-            lane = min(range(self._count), key=lambda lane: (self._holders[lane] is not None, self._used[lane]))
-            if (holder := self._holders[lane]) is not None and (other := holder()) is not None:
-                other.lane = None
-            cache.lane, self._used[lane] = lane, self._passes
-            self._holders[lane] = weakref.ref(cache, partial(self._gone, lane))
-            self._bind(lane, cache.values)
+            if cache.lane is None:
+                cache.lane = free.pop(0)
+                self._holders[cache.lane] = weakref.ref(cache, partial(self._gone, cache.lane))
+                self._bind(cache.lane, cache.values)
+        return [cast(int, cache.lane) for cache in caches]
 
     def _gone(self, lane: int, holder: weakref.ref[LaneCache]) -> None:
         """A cache is gone: free its buffers at once, unless a pass runs, whose successor does it."""
@@ -246,8 +253,10 @@ class LanesModel(OrtModel):
                 self._lock.release()
 
     def _leave(self, lane: int) -> None:
+        holder = self._holders[lane]
+        if holder is not None and (cache := holder()) is not None:
+            cache.lane = None
         self._holders[lane] = None
-        self._used[lane] = 0
         self._bind(lane, self._idle)
 
     def _bind(self, lane: int, values: Sequence[Any]) -> None:

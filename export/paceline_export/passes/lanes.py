@@ -2,7 +2,8 @@
 
 Everything but attention works on rows, whichever text they belong to; so the rows of all texts go through it together,
 and the weights are read once. `GroupQueryAttention` takes several texts only with one row each: it is written once for
-each text, between a `Split` of the rows and a `Concat`. The graph's inputs and outputs are told in
+each text, between a `Split` of the rows and a `Concat`. It takes no text without rows, so an idle lane gets any row, whose
+result is left out behind the `Concat`: two `Gather` see to that. The graph's inputs and outputs are told in
 `paceline.ort_lanes`.
 """
 
@@ -17,7 +18,7 @@ from paceline.errors import InvalidInputError
 __all__ = ["split_into_lanes"]
 
 _ATTENTION = "GroupQueryAttention"
-# Inputs of the operator: rows are split, the others are a lane's own.
+# Inputs of the operator: query, key and value are split by rows, the others are a lane's own.
 _ROWS, _PAST, _SEQLENS, _TOTAL = (0, 1, 2), (3, 4), 5, 6
 
 
@@ -41,6 +42,8 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
     logits.shape = ir.Shape([1, *logits.shape[1:]])
 
     lane_rows = _value("lane_rows", ir.DataType.INT64, [count])
+    rows_in = _value("rows_in", ir.DataType.INT64, ["rows_of_lanes"])
+    rows_out = _value("rows_out", ir.DataType.INT64, ["rows"])
     seqlens = [_value(f"lanes.{lane}.seqlens_k", ir.DataType.INT32, [1]) for lane in range(count)]
     totals = [_value(f"lanes.{lane}.total_sequence_length", ir.DataType.INT32, []) for lane in range(count)]
     own_inputs: list[list[ir.Value]] = [[one, total] for one, total in zip(seqlens, totals, strict=True)]
@@ -48,14 +51,18 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
     # They lose their old outputs before these are replaced.
     graph.outputs[:] = [logits]
     for node in nodes:
-        splits = [_split(graph, node, place, lane_rows, count) for place in _ROWS]
+        # Heads of query, key and value side by side, as the operator takes them in one input, too.
+        heads = [value for place in _ROWS if (value := node.inputs[place]) is not None]
+        packed = ir.node("Concat", heads, {"axis": 2})
+        gathered = ir.node("Gather", [packed.outputs[0], rows_in], {"axis": 1})
+        split = ir.node("Split", [gathered.outputs[0], lane_rows], {"axis": 1}, num_outputs=count)
+        graph.insert_before(node, [packed, gathered, split])
         parts: list[ir.Value] = []
         for lane in range(count):
             past = [_in_lane(lane, node.inputs[place]) for place in _PAST]
-            rows = [None if split is None else split.outputs[lane] for split in splits]
             attend = ir.node(
                 _ATTENTION,
-                [*rows, *past, seqlens[lane], totals[lane], *node.inputs[_TOTAL + 1 :]],
+                [split.outputs[lane], None, None, *past, seqlens[lane], totals[lane], *node.inputs[_TOTAL + 1 :]],
                 dict(node.attributes),
                 domain=node.domain,
                 num_outputs=3,
@@ -68,10 +75,11 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
             own_outputs[lane] += attend.outputs[1:]
             parts.append(attend.outputs[0])
         joined = ir.node("Concat", parts, {"axis": 1})
-        graph.insert_before(node, joined)
-        node.outputs[0].replace_all_uses_with(joined.outputs[0])
+        result = ir.node("Gather", [joined.outputs[0], rows_out], {"axis": 1})
+        graph.insert_before(node, [joined, result])
+        node.outputs[0].replace_all_uses_with(result.outputs[0])
         graph.remove(node, safe=True)
-    graph.inputs[:] = [ids, lane_rows, wanted, *(value for lane in own_inputs for value in lane)]
+    graph.inputs[:] = [ids, lane_rows, rows_in, rows_out, wanted, *(value for lane in own_inputs for value in lane)]
     graph.outputs[:] = [logits, *(value for lane in own_outputs for value in lane)]
 
 
@@ -90,15 +98,6 @@ def _check(inputs: dict[str, ir.Value], nodes: Sequence[ir.Node]) -> None:
             "This graph cannot take several texts in one pass, since not only the operator GroupQueryAttention depends "
             f"on positions in a text{found}."
         )
-
-
-def _split(graph: ir.Graph, node: ir.Node, place: int, lane_rows: ir.Value, count: int) -> ir.Node | None:
-    """Rows `[1, rows, width]` of an input, for each lane; None where there is no such input."""
-    if (value := node.inputs[place]) is None:
-        return None
-    split = ir.node("Split", [value, lane_rows], {"axis": 1}, num_outputs=count)
-    graph.insert_before(node, split)
-    return split
 
 
 def _in_lane(lane: int, past: ir.Value | None) -> ir.Value:
