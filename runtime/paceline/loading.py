@@ -50,7 +50,7 @@ def load(
         engines: folder of engines that `paceline build -o` has made of this bundle; None takes those in the bundle.
         max_batch: texts that one pass of a model may take, where an `AsyncEngine` of the same `max_batch` runs them.
             Above 1 the bundle needs the graphs of `paceline batch`, which the provider "cpu" runs, and the sampler
-            must be "numpy".
+            must be "numpy"; weights are then in memory twice.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format; or no engine in it that
@@ -124,7 +124,8 @@ def load(
         draft = TrtModel.open(bundle, "draft", provider=provider, folder=folder) if bundle.manifest.draft else None
         max_draft_tokens = target.max_draft_tokens
     else:
-        with in_huge_pages(weights if huge_pages and provider == "cpu" else 0):
+        graphs_each = 1 if max_batch == 1 else 2  # each of which keeps weights of its own
+        with in_huge_pages(graphs_each * weights if huge_pages and provider == "cpu" else 0):
             target = open_graph("target")
             if bundle.manifest.draft:
                 draft = open_graph("draft")

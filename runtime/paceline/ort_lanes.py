@@ -29,12 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry, TensorSpec
-from .device_array import AnyArray, bind_input, bind_output
+from .device_array import bind_input, bind_output
 from .errors import BundleError, InvalidInputError, shown
-from .logit_ids import read_logit_ids
 from .model import Feed, checked_ids
-from .ort import OrtModel, check_specs
-from .ort_buffers import OrtBuffers
+from .ort import OrtKVCache, OrtModel, check_specs
 from .ort_session import open_session
 from .pass_cost import PassCost
 
@@ -72,8 +70,8 @@ def lane_specs(entry: ModelEntry, count: int) -> tuple[tuple[TensorSpec, ...], t
     return tuple(inputs), tuple(outputs)
 
 
-class LaneCache(OrtBuffers):
-    """Buffers of one sequence, which are bound to the lane that a pass gives them.
+class LaneCache(OrtKVCache):
+    """Buffers of one sequence, which are bound to the usual graph, and to the lane that a pass over several gives them.
 
     Attributes:
         values: the buffers as ONNX Runtime takes them; they keep the memory alive.
@@ -89,20 +87,26 @@ class LaneCache(OrtBuffers):
 
 
 class LanesModel(OrtModel):
-    """A model run by a graph with lanes; see `paceline.model.BatchedLM`. It takes one pass at a time.
+    """A model that has a graph with lanes beside its usual one; see `paceline.model.BatchedLM`.
+
+    A pass over one text runs the usual graph, since idle lanes cost time. Each graph's session keeps weights as its
+    kernels want them, so these are in memory twice.
 
     A cache stays in its lane while it is in each pass, so that texts that go on together are bound once.
     """
 
-    def __init__(self, session: Any, entry: ModelEntry, count: int, logit_ids: NDArray[np.int64] | None = None) -> None:
-        """Run a graph that has `count` lanes, of the model that `entry` describes."""
+    def __init__(
+        self, session: Any, lanes: Any, entry: ModelEntry, count: int, logit_ids: NDArray[np.int64] | None = None
+    ) -> None:
+        """Run two graphs of the model that `entry` describes: the usual one, and one that has `count` lanes."""
         import onnxruntime
 
         super().__init__(session, entry, logit_ids)
+        self._lanes = lanes
         self._count = count
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the lanes take one pass at a time
         self._cost = PassCost()
-        self._binding = session.io_binding()
+        self._binding = lanes.io_binding()
         self._holders: list[weakref.ref[LaneCache] | None] = [None] * count  # who is bound to each lane
         nothing = np.zeros((1, entry.num_kv_heads, 1, entry.head_size), entry.kv_dtype)
         self._idle = [onnxruntime.OrtValue.ortvalue_from_numpy(nothing)] * len(self.past_names)
@@ -119,7 +123,7 @@ class LanesModel(OrtModel):
     def open(
         cls, bundle: Bundle, which: str, *, provider: str = "cpu", threads: int | None = None, max_batch: int = 2
     ) -> LanesModel:
-        """Load the graph with lanes of one model of a bundle; see `OrtModel.open`.
+        """Load both graphs of one model of a bundle; see `OrtModel.open`.
 
         Args:
             bundle: an opened bundle.
@@ -143,15 +147,16 @@ class LanesModel(OrtModel):
                 f"max_batch={max_batch}: the {which}'s graph in {bundle.root} takes {have} in a pass; add one with "
                 f"`paceline batch {bundle.root} --max-batch {max_batch}`, or ask for fewer."
             )
-        session = open_session(bundle.path(entry.lanes.path), threads=threads, same_shapes=False)
+        single = OrtModel.open(bundle, which, threads=threads)
+        lanes = open_session(bundle.path(entry.lanes.path), threads=threads, same_shapes=False)
         for kind, specs, found in zip(
             ("input", "output"),
             lane_specs(entry, entry.lanes.count),
-            (session.get_inputs(), session.get_outputs()),
+            (lanes.get_inputs(), lanes.get_outputs()),
             strict=True,
         ):
             check_specs(bundle.root, entry.lanes.path, kind, specs, found)
-        return cls(session, entry, entry.lanes.count, read_logit_ids(bundle, entry))
+        return cls(single.session, lanes, entry, entry.lanes.count, single.logit_ids)
 
     @property
     def max_batch(self) -> int:
@@ -169,12 +174,9 @@ class LanesModel(OrtModel):
         if len(set(map(id, caches))) < len(caches):
             raise InvalidInputError("A KV cache can be fed only once in a pass.")
         ids = [checked_ids(feed.tokens, feed.cache, feed.num_logits, self.entry.num_input_ids) for feed in feeds]
+        if len(feeds) == 1:
+            return [self.forward(feeds[0].tokens, feeds[0].cache, feeds[0].num_logits)]
         return self._pass(ids, caches, [feed.num_logits for feed in feeds])
-
-    def _run(
-        self, ids: AnyArray, cache: OrtBuffers, num_logits: int, *, in_place: bool = False, stay: bool = False
-    ) -> AnyArray:
-        return self._pass([cast(NDArray[np.int64], ids)], [cast(LaneCache, cache)], [num_logits])[0]
 
     def _pass(
         self, ids: Sequence[NDArray[np.int64]], caches: Sequence[LaneCache], num_logits: Sequence[int]
@@ -212,7 +214,7 @@ class LanesModel(OrtModel):
             bind_output(self._binding, "logits", logits)
             started = time.perf_counter()
             try:
-                self.session.run_with_iobinding(self._binding)
+                self._lanes.run_with_iobinding(self._binding)
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
                 fed = ", ".join(
                     f"{cache.length} to {cache.length + len(x)}" for cache, x in zip(caches, ids, strict=True)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=runtime:export:tools python tests/server/measure_batching.py BUNDLE [--texts 1,4,8] [--tokens 48]
 
-BUNDLE needs the graphs of `paceline batch`. First passes of each model, at --length positions: the usual graph with one
-text, and the one with lanes with several; then whole texts in an engine, with and without batches. All is interleaved,
-medians are printed. The last line of stdout is one JSON document.
+BUNDLE needs the graphs of `paceline batch`. First what both kinds of graphs take of memory; then passes of each model, at
+--length positions: the usual graph with one text, and the one with lanes with several; then whole texts in an engine,
+with and without batches. All is interleaved, medians are printed. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ import paceline
 from paceline import AsyncEngine, SamplingParams, SpeculativeDecoder
 from paceline.bundle import Bundle
 from paceline.model import Feed
-from paceline.ort import OrtModel
 from paceline.ort_lanes import LanesModel
 
 PROMPTS = (
@@ -51,21 +52,25 @@ def median_ms(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, flo
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure_passes(bundle: Bundle, which: str, length: int, repeats: int) -> dict[str, Any]:
+def resident_mb() -> float:
+    """Megabytes of this process in memory, pages of files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def measure_passes(which: str, lanes: LanesModel, length: int, repeats: int) -> dict[str, Any]:
     """Passes of one model: the usual graph's with one text, and those with lanes."""
-    entry = getattr(bundle.manifest, which)
-    single, lanes = OrtModel.open(bundle, which), LanesModel.open(bundle, which, max_batch=entry.lanes.count)
+    entry = lanes.entry
     rng = np.random.default_rng(0)
 
-    def ready(model: OrtModel, number: int) -> Any:
-        cache = model.new_cache(length + ROOM)
+    def ready(number: int) -> Any:
+        cache = lanes.new_cache(length + ROOM)
         cache.pretend(length - 7 * number, rng)
         return cache
 
-    alone, caches = ready(single, 0), [ready(lanes, number) for number in range(lanes.max_batch)]
+    alone, caches = ready(0), [ready(number) for number in range(lanes.max_batch)]
 
     def pass_alone(rows: int) -> None:
-        single.forward([1] * rows, alone, rows)
+        lanes.forward([1] * rows, alone, rows)
         alone.rollback(length)
 
     def pass_of(texts: int, rows: int) -> None:
@@ -73,7 +78,7 @@ def measure_passes(bundle: Bundle, which: str, length: int, repeats: int) -> dic
         for number, cache in enumerate(caches[:texts]):
             cache.rollback(length - 7 * number)
 
-    sizes = [texts for texts in (1, 2, 4, 8, 16) if texts <= lanes.max_batch]
+    sizes = [texts for texts in (2, 4, 8, 16) if texts <= lanes.max_batch]
     found: dict[str, Any] = {}
     print(f"\n{which}, {entry.architecture} {entry.precision}, {length} positions, {lanes.max_batch} lanes")
     print(
@@ -136,13 +141,18 @@ def main() -> None:
     if bundle.manifest.target.lanes is None:
         parser.error(f"{options.bundle} has no graphs for several texts; `paceline batch` adds them")
     max_batch = bundle.manifest.target.lanes.count
-    seen: dict[str, Any] = {"bundle": options.bundle, "max_batch": max_batch, "passes": {}, "tokens_per_s": {}}
-    for which in ("target", "draft") if bundle.manifest.draft else ("target",):
-        seen["passes"][which] = measure_passes(bundle, which, options.length, 5 * options.repeats)
-    decoders = {
-        "usual": (paceline.load(options.bundle), 1),
-        "lanes": (paceline.load(options.bundle, max_batch=max_batch), max_batch),
-    }
+    seen: dict[str, Any] = {"max_batch": max_batch, "resident_mb": {}, "passes": {}, "tokens_per_s": {}}
+    decoders = {}
+    for name, count in (("usual", 1), ("lanes", max_batch)):
+        before = resident_mb()
+        decoders[name] = paceline.load(options.bundle, max_batch=count), count
+        seen["resident_mb"][name] = resident_mb() - before
+        print(f"loaded for {count} texts in a pass: {seen['resident_mb'][name]:.0f} MB resident")
+    batched = decoders["lanes"][0]
+    for which, model in (("target", batched.target), ("draft", getattr(batched.draft, "inner", None))):
+        inner = getattr(model, "inner", model)  # of a draft with another tokenizer
+        if isinstance(inner, LanesModel):
+            seen["passes"][which] = measure_passes(which, inner, options.length, 5 * options.repeats)
     print(f"\nengine, {options.tokens} tokens a text, greedy: tokens per second")
     print("texts  drafts   one by one   batches of", max_batch, "  times as fast")
     for texts in map(int, options.texts.split(",")):

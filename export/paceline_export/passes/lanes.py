@@ -2,8 +2,8 @@
 
 Everything but attention works on rows, whichever text they belong to; so the rows of all texts go through it together,
 and the weights are read once. `GroupQueryAttention` takes several texts only with one row each: it is written once for
-each text, between a `Split` of the rows and a `Concat`. It takes no text without rows, so an idle lane gets any row, whose
-result is left out behind the `Concat`: two `Gather` see to that. The graph's inputs and outputs are told in
+each text, between a `Split` of the rows and a `Concat`. It takes no text without rows, so an idle lane gets any row,
+and its result is left out behind the `Concat`: two `Gather` do that. The graph's inputs and outputs are told in
 `paceline.ort_lanes`.
 """
 
