@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bundle import Bundle, ModelEntry, TensorSpec
-from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, on_host
+from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, fill_first, on_host
 from .errors import BundleError, InvalidInputError
-from .kv_cache import KVCache
+from .kv_cache import KVCache, SavedKV
 from .logit_ids import read_logit_ids
 from .model import checked_ids
-from .ort_buffers import OrtBuffers
 from .ort_session import open_session
 from .providers import PROVIDERS, Provider, find_provider
 
@@ -25,6 +27,10 @@ __all__ = ["OrtKVCache", "OrtModel", "check_specs"]
 
 # Rows per run while a long prompt is fed: bounds the memory of attention scores (heads × rows × length).
 PREFILL_ROWS = 256
+# Saved caches are copied where less than this share of them is used.
+_FULL_ENOUGH = 0.8
+# Bytes of a buffer from which it asks for huge pages, as numpy does for its own.
+_HUGE = 1 << 22
 # Names of dtypes as ONNX Runtime says them.
 _TYPES = {
     "float32": "tensor(float)",
@@ -52,13 +58,21 @@ _COUNTERS = {
 }
 
 
-class OrtKVCache(OrtBuffers):
+class OrtKVCache(KVCache):
     """Key and value buffers of one sequence, bound once; the graph writes into them in place."""
 
     def __init__(self, model: OrtModel, max_length: int) -> None:
-        super().__init__(model, max_length)
-        entry = model.entry
+        super().__init__(max_length)
+        self.model = model
+        entry, device = model.entry, model.provider.device
         shapes = {spec.name: spec.shape for spec in entry.inputs}
+        fixed = shapes[model.past_names[0]][2]  # a number where the graph has caches of one length only
+        positions = fixed if isinstance(fixed, int) else max_length
+        shape = (1, entry.num_kv_heads, positions, entry.head_size)
+        self.buffers: list[Any] = [
+            _untouched(shape, entry.kv_dtype) if device is None else DeviceArray.empty(device, shape, entry.kv_dtype)
+            for _ in range(2 * entry.num_layers)
+        ]
         self.binding = model.session.io_binding()
         for buffer, past, present in zip(self.buffers, model.past_names, model.present_names, strict=True):
             bind_input(self.binding, past, buffer)
@@ -120,6 +134,47 @@ class OrtKVCache(OrtBuffers):
             if array.shape[-1:] != (0,):  # nothing is bound before the first run
                 bind_input(self.binding, name, array)
 
+    def save(self) -> SavedKV:
+        """Give away the buffers, or copies of what they hold where much of them is free; see `KVCache.save`.
+
+        What lies on a device is copied to the host, where there is more room.
+        """
+        buffers = [on_host(buffer) for buffer in self.buffers]
+        if self.length < _FULL_ENOUGH * self.max_length:
+            buffers = [buffer[:, :, : self.length].copy() for buffer in buffers]
+        return SavedKV(buffers, sum(buffer.nbytes for buffer in buffers))
+
+    def restore(self, saved: SavedKV, length: int) -> None:
+        """Begin with a copy of the first `length` positions; see `KVCache.restore`."""
+        if self.length:
+            raise InvalidInputError(f"Only an empty KV cache can be restored, this one holds {self.length} positions.")
+        for mine, other in zip(self.buffers, saved.state, strict=True):
+            fill_first(mine, other[:, :, :length])
+        self.advance(length)
+
+    def pretend(self, length: int, rng: np.random.Generator) -> None:
+        """Become as if `length` positions had been fed, with arbitrary keys and values: to measure times alone."""
+        for buffer in self.buffers:
+            _, heads, _, head_size = buffer.shape
+            fill_first(buffer, rng.standard_normal((1, heads, length, head_size), np.float32))
+        self.rollback(0)
+        self.advance(length)
+
+
+def _untouched(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """Zeros whose pages are taken when they are written, so that an ample `max_length` costs nothing yet.
+
+    A mapping of its own: memory that the heap recycles would be cleared, and so taken, at once.
+    """
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
 
 class OrtModel:
     """A causal language model run by ONNX Runtime; see `paceline.model.CausalLM`."""
@@ -158,19 +213,6 @@ class OrtModel:
                 caches where they lie.
         """
         row = find_provider(provider)
-        entry = cls._find_entry(bundle, which)
-        logit_ids = read_logit_ids(bundle, entry)
-        session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
-        model = cls(session, entry, logit_ids, row)
-        model._check_against_manifest(bundle.root)
-        if provider != "cpu":
-            model._check_attention(bundle.root)
-            model._check_in_place(bundle.root)
-        return model
-
-    @staticmethod
-    def _find_entry(bundle: Bundle, which: str) -> ModelEntry:
-        """What the manifest says of a model that this machine's ONNX Runtime can run."""
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             raise InvalidInputError(f"{bundle.root} has no {which} model.")
@@ -179,7 +221,14 @@ class OrtModel:
                 f"{bundle.root}: the {which} computes in bfloat16, which ONNX Runtime's CPU provider does not. Export "
                 "it with fp16, or build an engine of it (`paceline build`)."
             )
-        return entry
+        logit_ids = read_logit_ids(bundle, entry)
+        session = open_session(bundle.path(entry.path), provider=provider, threads=threads)
+        model = cls(session, entry, logit_ids, row)
+        model._check_against_manifest(bundle.root)
+        if provider != "cpu":
+            model._check_attention(bundle.root)
+            model._check_in_place(bundle.root)
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -201,7 +250,7 @@ class OrtModel:
         """Bytes of keys and values that a cache takes for each of its positions."""
         return self.entry.kv_bytes_per_position
 
-    def new_cache(self, max_length: int) -> OrtBuffers:
+    def new_cache(self, max_length: int) -> OrtKVCache:
         """Make an empty cache.
 
         Raises:
@@ -211,7 +260,7 @@ class OrtModel:
             raise InvalidInputError(f"A cache of {max_length} positions exceeds the model's {self.max_length}.")
         return self._new_cache(max_length)
 
-    def _new_cache(self, max_length: int) -> OrtBuffers:
+    def _new_cache(self, max_length: int) -> OrtKVCache:
         return OrtKVCache(self, max_length)
 
     def forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> NDArray[np.float32]:
@@ -223,7 +272,7 @@ class OrtModel:
         return self._forward(tokens, cache, num_logits, stay=True)
 
     def _forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int, *, stay: bool) -> AnyArray:
-        mine = self._own(cache)
+        cache = self._own(cache)
         ids = checked_ids(tokens, cache, num_logits, self.entry.num_input_ids)
         count = len(ids)
         # Long inputs go in pieces; the last piece holds every row whose logits are wanted.
@@ -231,12 +280,12 @@ class OrtModel:
         position = 0
         while position < count - last:
             step = min(PREFILL_ROWS, count - last - position)
-            self._run(ids[position : position + step], mine, 1, stay=stay)
+            self._run(ids[position : position + step], cache, 1, stay=stay)
             position += step
-        return self._run(ids[position:], mine, num_logits, stay=stay)
+        return self._run(ids[position:], cache, num_logits, stay=stay)
 
-    def _own(self, cache: KVCache) -> OrtBuffers:
-        if not isinstance(cache, OrtBuffers) or cache.model is not self:
+    def _own(self, cache: KVCache) -> OrtKVCache:
+        if not isinstance(cache, OrtKVCache) or cache.model is not self:
             raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
         return cache
 
@@ -248,17 +297,16 @@ class OrtModel:
             cache: made by this model's `new_cache`, with room for them.
             num_logits: between 1 and `count`.
         """
-        return self._run(ids, cast(OrtBuffers, cache), num_logits, in_place=True, stay=True)
+        return self._run(ids, cast(OrtKVCache, cache), num_logits, in_place=True, stay=True)
 
     def _run(
-        self, ids: AnyArray, cache: OrtBuffers, num_logits: int, *, in_place: bool = False, stay: bool = False
+        self, ids: AnyArray, cache: OrtKVCache, num_logits: int, *, in_place: bool = False, stay: bool = False
     ) -> AnyArray:
         """One run of the graph over at most a piece of the input."""
-        bound = cast(OrtKVCache, cache)
-        logits = bound.prepare(ids, num_logits, in_place=in_place, stay=stay)
+        logits = cache.prepare(ids, num_logits, in_place=in_place, stay=stay)
         start = time.perf_counter()
         try:
-            self.session.run_with_iobinding(bound.binding)
+            self.session.run_with_iobinding(cache.binding)
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise BundleError(
                 f"ONNX Runtime cannot run {self.entry.path} on positions {cache.length} to {cache.length + len(ids)}: "

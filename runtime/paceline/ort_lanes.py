@@ -140,23 +140,25 @@ class LanesModel(OrtModel):
         """
         if provider != "cpu":
             raise InvalidInputError(f"Graphs with lanes run with the provider 'cpu', got {shown(provider)}.")
-        entry = cls._find_entry(bundle, which)
-        if entry.lanes is None or entry.lanes.count < max_batch:
-            have = "one text" if entry.lanes is None else f"at most {entry.lanes.count} texts"
+        entry: ModelEntry | None = getattr(bundle.manifest, which)
+        has = entry.lanes if entry is not None else None
+        if entry is not None and (has is None or has.count < max_batch):
+            have = "one text" if has is None else f"at most {has.count} texts"
             raise InvalidInputError(
                 f"max_batch={max_batch}: the {which}'s graph in {bundle.root} takes {have} in a pass; add one with "
                 f"`paceline batch {bundle.root} --max-batch {max_batch}`, or ask for fewer."
             )
         single = OrtModel.open(bundle, which, threads=threads)
-        lanes = open_session(bundle.path(entry.lanes.path), threads=threads, same_shapes=False)
+        assert has is not None  # a model that is not there has been refused
+        lanes = open_session(bundle.path(has.path), threads=threads, same_shapes=False)
         for kind, specs, found in zip(
             ("input", "output"),
-            lane_specs(entry, entry.lanes.count),
+            lane_specs(single.entry, has.count),
             (lanes.get_inputs(), lanes.get_outputs()),
             strict=True,
         ):
-            check_specs(bundle.root, entry.lanes.path, kind, specs, found)
-        return cls(single.session, lanes, entry, entry.lanes.count, single.logit_ids)
+            check_specs(bundle.root, has.path, kind, specs, found)
+        return cls(single.session, lanes, single.entry, has.count, single.logit_ids)
 
     @property
     def max_batch(self) -> int:
