@@ -32,11 +32,13 @@ TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 255, 200)]
 
 
 @pytest.fixture(scope="module", params=["fp32", "int4"])
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(request: pytest.FixtureRequest, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny pair with graphs for three texts."""
     folder = tmp_path_factory.mktemp(f"lanes-{request.param}")
-    options = {"block_size": 32, "calibration": "none"} if request.param == "int4" else {}
-    path = tiny_pair(folder, request.param, **options)
+    if request.param == "fp32":
+        path = Path(shutil.copytree(tiny_bundle, folder / "bundle"))
+    else:
+        path = tiny_pair(folder, request.param, block_size=32, calibration="none")
     add_lanes(Bundle.open(path), LANES)
     return path
 
