@@ -18,7 +18,7 @@ from paceline import AsyncEngine, Generation, SamplingParams, SpeculativeDecoder
 from paceline.batching import Batchable, Rendezvous
 from paceline.errors import DeadlineError, InvalidInputError
 from paceline.kv_cache import KVCache
-from paceline.model import Feed
+from paceline.model import CausalLM, Feed
 from paceline.pass_cost import PassCost
 from paceline.scheduler import Job, Outcome, Scheduler
 from paceline.strand import Strand, text_time
@@ -60,10 +60,9 @@ class Pair:
         self.target, self.draft = Tables.random(VOCAB, seed=1), Tables.random(VOCAB, seed=2)
         self.draft.name = "draft"
         self.target.passes = self.draft.passes = self.passes
-        models = (
-            (Batchable(self.target), Batchable(self.draft, is_draft=True)) if batched else (self.target, self.draft)
-        )
-        self.decoder = SpeculativeDecoder(*models, None, VOCAB, ends)
+        target: CausalLM = Batchable(self.target) if batched else self.target
+        draft: CausalLM = Batchable(self.draft, is_draft=True) if batched else self.draft
+        self.decoder = SpeculativeDecoder(target, draft, None, VOCAB, ends)
 
     def start(self, request: int = 0, **options: Any) -> Generation:
         sampling = SamplingParams(temperature=1.0, seed=5)
@@ -83,7 +82,10 @@ class Ends:
         first = len(self.ends) + self.scheduler.num_running + self.scheduler.num_waiting
 
         def job(work: Any, name: int) -> Job:
-            return Job(work, lambda step: self.steps.append(name), lambda *end: self.ends.update({name: end}))
+            def on_end(outcome: Outcome, error: Exception | None) -> None:
+                self.ends[name] = outcome, error
+
+            return Job(work, lambda step: self.steps.append(name), on_end)
 
         jobs = [job(work, first + index) for index, work in enumerate(works)]
         self.scheduler.submit(jobs)

@@ -16,6 +16,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def measure_passes(which: str, lanes: LanesModel, length: int, repeats: int) -> 
         + "   (ms, times one by one)"
     )
     for rows in (1, 2, 4):
-        runs: dict[Any, Callable[[], Any]] = {0: lambda rows=rows: pass_alone(rows)}
-        runs |= {texts: lambda texts=texts, rows=rows: pass_of(texts, rows) for texts in sizes}
+        runs: dict[Any, Callable[[], Any]] = {0: partial(pass_alone, rows)}
+        runs |= {texts: partial(pass_of, texts, rows) for texts in sizes}
         ms = median_ms(runs, repeats)
         parts = [f"{ms[texts]:6.1f} {texts * ms[0] / ms[texts]:.2f}  " for texts in sizes]
         print(f"{rows:4}  {ms[0]:19.1f}  " + "".join(parts))
