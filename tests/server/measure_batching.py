@@ -2,7 +2,7 @@
 
     PYTHONPATH=runtime:export:tools python tests/server/measure_batching.py BUNDLE [--texts 1,4,8] [--tokens 48]
 
-BUNDLE needs the graphs of `paceline batch`. First what both kinds of graphs take of memory; then passes of each model at
+BUNDLE needs the graphs of `paceline batch`. First what both kinds of graphs take of memory; then passes of a model at
 --length positions: the usual graph with one text, that with lanes with several; then whole texts in an engine,
 with and without batches. All is interleaved, medians are printed. The last line of stdout is one JSON document.
 """
