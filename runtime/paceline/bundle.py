@@ -5,6 +5,7 @@ The manifest is the only contract between export and runtime. Nothing in a bundl
 ```
 bundle/paceline.json                 this module's Manifest
 bundle/target/model.onnx  model.onnx.data  config.json    large models may have more data: model.onnx.data.1, …
+bundle/target/lanes-4.onnx           a graph of the same weights that takes 4 texts in one pass: `paceline batch`
 bundle/draft/…                       the same for the draft model, when there is one
 bundle/draft/logit_ids.npy           the ids that the draft model has logits for, when these are not all
 bundle/draft/tokenizer.json          the draft model's own tokenizer, when it is not the target's
@@ -33,6 +34,7 @@ from .errors import BundleError
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "MOST_LANES",
     "SAMPLER_BLOCK",
     "AdapterEntry",
     "Bundle",
@@ -40,6 +42,7 @@ __all__ = [
     "EngineEntry",
     "EngineProfile",
     "FileEntry",
+    "LanesEntry",
     "LogitIdsEntry",
     "Manifest",
     "ModelEntry",
@@ -58,6 +61,8 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "paceline.json"
 # Rows of the sampler's graphs hold a whole number of blocks of so many ids.
 SAMPLER_BLOCK = 512
+# Texts in one pass, at most: each lane adds operators to every layer.
+MOST_LANES = 64
 
 _T = TypeVar("_T")
 
@@ -151,6 +156,23 @@ class LogitIdsEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class LanesEntry:
+    """A second graph of a model's weights, which takes up to `count` texts in one pass, each in a lane of its own.
+
+    Attributes:
+        path: of the graph, beside the model's own, whose file of weights it reads.
+        count: number of lanes.
+    """
+
+    path: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= MOST_LANES:
+            raise BundleError(f"{self.path}: a graph has 2 to {MOST_LANES} lanes, got {self.count}.")
+
+
+@dataclass(frozen=True, slots=True)
 class TextQuality:
     """What the stored weights cost on one held-out text, against the model in full precision.
 
@@ -206,6 +228,7 @@ class ModelEntry:
     calibration: Literal["gptq", "ranges"] | None = None
     mixed_bits: Mapping[str, int] | None = None
     quality: QualityEntry | None = None
+    lanes: LanesEntry | None = None  # None where its graph takes one text in a pass
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
@@ -336,6 +359,10 @@ class Manifest:
         for model in (self.target, self.draft):
             if model is not None and model.path not in self.files:
                 raise BundleError(f"The manifest names the graph {model.path!r} but does not list it among its files.")
+            if model is not None and model.lanes is not None and model.lanes.path not in self.files:
+                raise BundleError(
+                    f"The manifest names the graph {model.lanes.path!r} but does not list it among its files."
+                )
         if self.target.logit_ids is not None:
             raise BundleError("The target must have a logit for every id, but the manifest names 'logit_ids' of it.")
         if self.draft is not None and (kept := self.draft.logit_ids) is not None:

@@ -43,6 +43,8 @@ class EngineStats:
         target_s: seconds of the target model's runs after that.
         draft_s: seconds of the draft model's runs after that.
         overhead_s: seconds of generation outside both.
+        shared_passes: runs of models while several texts had their rounds together, see `AsyncEngine`'s `max_batch`.
+        shared_texts: texts in them; a text counts once for each run that it was in.
     """
 
     running: int = 0
@@ -61,6 +63,13 @@ class EngineStats:
     target_s: float = 0.0
     draft_s: float = 0.0
     overhead_s: float = 0.0
+    shared_passes: int = 0
+    shared_texts: int = 0
+
+    @property
+    def texts_per_pass(self) -> float | None:
+        """`shared_texts / shared_passes`; None before the first."""
+        return self.shared_texts / self.shared_passes if self.shared_passes else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -73,4 +82,4 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, by their names."""
-        return {**asdict(self), "acceptance_rate": self.acceptance_rate}
+        return {**asdict(self), "acceptance_rate": self.acceptance_rate, "texts_per_pass": self.texts_per_pass}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -18,6 +17,7 @@ from .rounds import PlayRound, Round
 from .row_sampler import RowSampler
 from .stats import Stats
 from .stopping import Cutter, FinishReason
+from .strand import text_time
 from .streams import Chance
 
 __all__ = ["Generation", "Step"]
@@ -174,22 +174,22 @@ class Generation(Iterator[Step]):
         if self._new_drafter:
             cache.rollback(cache.length)  # a cache that cannot take tokens back says so before the first token
 
-        started = time.perf_counter()
+        started = text_time()
         played = self._play(tokens, 0, cache, None)
         step = self._emit(tokens[len(self._prompt) :], played)
-        self._stats = replace(self._stats.after_prefill(len(step.token_ids)), prefill_s=time.perf_counter() - started)
+        self._stats = replace(self._stats.after_prefill(len(step.token_ids)), prefill_s=text_time() - started)
         yield step
 
         drafter = None
         if self._new_drafter and self._finish_reason is None:
-            started = time.perf_counter()
+            started = text_time()
             drafter = self._new_drafter()
             drafter.prefill(tuple(self._prompt))
-            self._stats = replace(self._stats, prefill_s=self._stats.prefill_s + time.perf_counter() - started)
+            self._stats = replace(self._stats, prefill_s=self._stats.prefill_s + text_time() - started)
         target_before, draft_before = cache.seconds, drafter.seconds if drafter else 0.0
 
         while self._finish_reason is None:
-            started = time.perf_counter()
+            started = text_time()
             position = len(tokens)
             spent = cache.seconds, drafter.seconds if drafter else 0.0
             num_draft_tokens = self._planner.begin(position) if self._planner else self._num_draft_tokens
@@ -208,7 +208,7 @@ class Generation(Iterator[Step]):
                 self._stats.after_round(played.num_proposed, played.num_accepted, len(step.token_ids)),
                 target_s=cache.seconds - target_before,
                 draft_s=drafter.seconds - draft_before if drafter else 0.0,
-                decode_s=self._stats.decode_s + time.perf_counter() - started,
+                decode_s=self._stats.decode_s + text_time() - started,
             )
             yield step
 

@@ -25,7 +25,8 @@ class KVCache:
     overwritten by the next forward. A cache whose state cannot be taken back must override `rollback` and raise.
 
     Attributes:
-        seconds: wall time that the model's own runs against this cache have taken.
+        seconds: wall time that the model's own runs against this cache have taken; of a run that several caches shared,
+            this one's part.
     """
 
     def __init__(self, max_length: int) -> None:

@@ -28,6 +28,7 @@ def load(
     huge_pages: bool = True,
     profile: str | Path | None = "auto",
     engines: str | Path | None = None,
+    max_batch: int = 1,
 ) -> SpeculativeDecoder:
     """Open a bundle and make a decoder of it. The size of every file is checked first.
 
@@ -47,19 +48,25 @@ def load(
             over with a warning. A path names the profile, which must fit. None plans without: then a seed gives the
             same text whether or not someone has tuned.
         engines: folder of engines that `paceline build -o` has made of this bundle; None takes those in the bundle.
+        max_batch: texts that one pass of a model may take, where an `AsyncEngine` of the same `max_batch` runs them.
+            Above 1 the bundle needs the graphs of `paceline batch`, which the provider "cpu" runs, and the sampler
+            must be "numpy"; weights are then in memory twice.
 
     Raises:
         BundleError: no bundle there, or one that is truncated, altered or of a newer format; or no engine in it that
             fits this machine.
         InstallationError: ONNX Runtime is missing, installed twice, lacks the provider, or the provider does not
             start; for engines, there is no GPU, or TensorRT is missing.
-        InvalidInputError: an unknown provider or sampler, a bad number of threads or bytes, a profile that is no path,
-            engines for a provider that runs none, or a GPU without room for them.
+        InvalidInputError: an unknown provider or sampler, a bad number of threads, bytes or texts, a profile that is no
+            path, engines for a provider that runs none, a GPU without room for them, or a `max_batch` that the bundle,
+            the provider or the sampler does not take.
         ProfileError: the profile that `profile` names is missing, damaged, or of another setup.
     """
     # Only here: reading a bundle's manifest, or sampling on table models, needs no ONNX Runtime.
+    from .batching import Batchable
     from .huge_pages import huge_pages as in_huge_pages
     from .ort import OrtModel
+    from .ort_lanes import LanesModel
     from .ort_sampler import SamplerGraphs
     from .providers import PROVIDERS, find_provider
     from .trt import TrtModel
@@ -72,6 +79,8 @@ def load(
         raise InvalidInputError(
             f"prefix_cache_bytes must be an integer of at least 0, got {shown(prefix_cache_bytes)}."
         )
+    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
+        raise InvalidInputError(f"max_batch must be an integer of at least 1, got {shown(max_batch)}.")
     runs_engines = find_provider(provider).engine is not None
     if runs_engines and threads is not None and sampler != "graph":
         raise InvalidInputError(f"threads={threads} is of no use: {provider} runs on the GPU; leave it out.")
@@ -83,6 +92,12 @@ def load(
             f"engines={str(engines)!r:.80} is of no use: {provider} runs the bundle's graphs; leave it out, or choose "
             f"the provider {runners}."
         )
+    if max_batch > 1 and (provider != "cpu" or sampler != "numpy"):
+        given = f"provider {provider!r}" if provider != "cpu" else f"sampler {sampler!r}"
+        raise InvalidInputError(
+            f"max_batch={max_batch}: only the provider 'cpu' with the sampler 'numpy' takes several texts in one pass, "
+            f"and the {given} is asked for; leave one of them out."
+        )
     folder = None if engines is None else Path(engines)
     profile = check_profile(profile)
     bundle = Bundle.open(path)
@@ -93,8 +108,15 @@ def load(
         )
     tokenizer = Tokenizer.from_bundle(bundle)
     weights = bundle.manifest.weight_bytes
-    target: OrtModel | TrtModel
-    draft: OrtModel | TrtModel | None = None
+
+    def open_graph(which: str) -> OrtModel | Batchable:
+        if max_batch == 1:
+            return OrtModel.open(bundle, which, provider=provider, threads=threads)
+        model = LanesModel.open(bundle, which, threads=threads, max_batch=max_batch)
+        return Batchable(model, is_draft=which == "draft")
+
+    target: OrtModel | TrtModel | Batchable
+    draft: OrtModel | TrtModel | Batchable | None = None
     drafts: CausalLM | None
     max_draft_tokens: int | None = None
     if runs_engines:
@@ -102,10 +124,11 @@ def load(
         draft = TrtModel.open(bundle, "draft", provider=provider, folder=folder) if bundle.manifest.draft else None
         max_draft_tokens = target.max_draft_tokens
     else:
-        with in_huge_pages(weights if huge_pages and provider == "cpu" else 0):
-            target = OrtModel.open(bundle, "target", provider=provider, threads=threads)
+        graphs_each = 1 if max_batch == 1 else 2  # each of which keeps weights of its own
+        with in_huge_pages(graphs_each * weights if huge_pages and provider == "cpu" else 0):
+            target = open_graph("target")
             if bundle.manifest.draft:
-                draft = OrtModel.open(bundle, "draft", provider=provider, threads=threads)
+                draft = open_graph("draft")
     if draft is not None and (own := bundle.manifest.draft_tokenizer) is not None:
         reads = Tokenizer.from_bundle(bundle, "draft")
         drafts = TranslatedModel(draft, Retokenizer(tokenizer, reads, read_shared_ids(bundle, own)), own.method)

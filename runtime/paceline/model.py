@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from .device_array import AnyArray
 from .errors import InvalidInputError
 from .kv_cache import KVCache
 
-__all__ = ["CausalLM", "ResidentLM", "checked_ids"]
+__all__ = ["BatchedLM", "CausalLM", "Feed", "ResidentLM", "checked_ids"]
 
 
 class CausalLM(Protocol):
@@ -64,6 +65,36 @@ class ResidentLM(CausalLM, Protocol):
 
     def forward_in_place(self, ids: AnyArray, cache: KVCache, num_logits: int) -> AnyArray:
         """As `forward_resident`, with ids `[count]` that other graphs have written: they are not looked at."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """What one text gives to a pass over several: the arguments of `CausalLM.forward`."""
+
+    tokens: Sequence[int]
+    cache: KVCache
+    num_logits: int
+
+
+class BatchedLM(CausalLM, Protocol):
+    """A model that can feed several caches in one pass, each with tokens of its own number."""
+
+    @property
+    def max_batch(self) -> int:
+        """Most texts in one pass."""
+
+    def forward_all(self, feeds: Sequence[Feed]) -> list[NDArray[np.float32]]:
+        """Do what `forward` does with each of them, in one pass.
+
+        Its seconds are shared out among the caches' `seconds`. Each array is valid until the next forward with its own
+        cache. Logits may differ from those of a forward alone in their last bits.
+
+        Args:
+            feeds: 1 to `max_batch` of them, each with another cache.
+
+        Raises:
+            InvalidInputError: a feed that `forward` would refuse. Whatever is raised, no cache has grown.
+        """
 
 
 def checked_ids(tokens: Sequence[int], cache: KVCache, num_logits: int, num_input_ids: int) -> NDArray[np.int64]:

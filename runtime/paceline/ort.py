@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from .bundle import Bundle, ModelEntry
+from .bundle import Bundle, ModelEntry, TensorSpec
 from .device_array import AnyArray, DeviceArray, bind_input, bind_output, fill, fill_first, on_host
 from .errors import BundleError, InvalidInputError
 from .kv_cache import KVCache, SavedKV
@@ -23,7 +23,7 @@ from .model import checked_ids
 from .ort_session import open_session
 from .providers import PROVIDERS, Provider, find_provider
 
-__all__ = ["OrtKVCache", "OrtModel"]
+__all__ = ["OrtKVCache", "OrtModel", "check_specs"]
 
 # Rows per run while a long prompt is fed: bounds the memory of attention scores (heads × rows × length).
 PREFILL_ROWS = 256
@@ -258,6 +258,9 @@ class OrtModel:
         """
         if max_length > self.max_length:
             raise InvalidInputError(f"A cache of {max_length} positions exceeds the model's {self.max_length}.")
+        return self._new_cache(max_length)
+
+    def _new_cache(self, max_length: int) -> OrtKVCache:
         return OrtKVCache(self, max_length)
 
     def forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> NDArray[np.float32]:
@@ -269,8 +272,7 @@ class OrtModel:
         return self._forward(tokens, cache, num_logits, stay=True)
 
     def _forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int, *, stay: bool) -> AnyArray:
-        if not isinstance(cache, OrtKVCache) or cache.model is not self:
-            raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
+        cache = self._own(cache)
         ids = checked_ids(tokens, cache, num_logits, self.entry.num_input_ids)
         count = len(ids)
         # Long inputs go in pieces; the last piece holds every row whose logits are wanted.
@@ -281,6 +283,11 @@ class OrtModel:
             self._run(ids[position : position + step], cache, 1, stay=stay)
             position += step
         return self._run(ids[position:], cache, num_logits, stay=stay)
+
+    def _own(self, cache: KVCache) -> OrtKVCache:
+        if not isinstance(cache, OrtKVCache) or cache.model is not self:
+            raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
+        return cache
 
     def forward_in_place(self, ids: AnyArray, cache: KVCache, num_logits: int) -> AnyArray:
         """As `forward_resident`, in one piece, with ids that other graphs have written: they are not looked at.
@@ -314,11 +321,7 @@ class OrtModel:
             ("input", self.entry.inputs, self.session.get_inputs()),
             ("output", self.entry.outputs, self.session.get_outputs()),
         ):
-            listed = sorted((spec.name, list(spec.shape), _TYPES.get(spec.dtype)) for spec in specs)
-            if listed != sorted((value.name, value.shape, value.type) for value in found):
-                raise BundleError(
-                    f"{root}: the {kind}s of {self.entry.path} are not those of the manifest; export the bundle again."
-                )
+            check_specs(root, self.entry.path, kind, specs, found)
 
     def _check_attention(self, root: Path) -> None:
         """See that attention runs where the KV caches lie: elsewhere every step would copy all of them."""
@@ -353,3 +356,14 @@ class OrtModel:
                     f"{root}: {self.provider.name} does not update the KV caches of {self.entry.path} where they lie; "
                     "load the bundle with another provider."
                 )
+
+
+def check_specs(root: Path, path: str, kind: str, specs: Sequence[TensorSpec], found: Sequence[Any]) -> None:
+    """Compare what a graph should read or write with what its session says.
+
+    Raises:
+        BundleError: they differ.
+    """
+    listed = sorted((spec.name, list(spec.shape), _TYPES.get(spec.dtype)) for spec in specs)
+    if listed != sorted((value.name, value.shape, value.type) for value in found):
+        raise BundleError(f"{root}: the {kind}s of {path} are not those of the manifest; export the bundle again.")

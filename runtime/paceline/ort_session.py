@@ -38,8 +38,11 @@ def open_session(
     provider: str = "cpu",
     threads: int | None = None,
     session_config: tuple[tuple[str, str], ...] = (),
+    same_shapes: bool = True,
 ) -> Any:
     """Open an `onnxruntime.InferenceSession` of a graph's file, or of its bytes, on the shared thread pool.
+
+    With `same_shapes` memory is laid out once for all runs with inputs of the same shapes.
 
     Raises:
         InvalidInputError: an unknown provider, or a number of threads that differs from that of models already there.
@@ -52,7 +55,7 @@ def open_session(
     if row.name != CPU:
         start(provider)
     try:
-        session = _new_session(ort, graph, row, session_config)
+        session = _new_session(ort, graph, row, session_config, same_shapes=same_shapes)
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         name = "the graph" if isinstance(graph, bytes) else graph
         raise BundleError(f"ONNX Runtime cannot load {name}: {error}") from error
@@ -143,8 +146,11 @@ def _find_provider(provider: str) -> Provider:
 _FOR_IMAGES = ["NchwcTransformer", "NhwcTransformer"]
 
 
-def _new_session(ort: Any, graph: Path | bytes, row: Provider, config: tuple[tuple[str, str], ...]) -> Any:
+def _new_session(
+    ort: Any, graph: Path | bytes, row: Provider, config: tuple[tuple[str, str], ...], *, same_shapes: bool = True
+) -> Any:
     options = ort.SessionOptions()
+    options.enable_mem_pattern = same_shapes
     options.log_severity_level = 3
     options.use_per_session_threads = not _shares_pool
     if not _shares_pool:

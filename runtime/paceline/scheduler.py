@@ -7,13 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
+from .batching import Rendezvous
 from .errors import DeadlineError, EngineClosedError, InvalidInputError, MemoryBudgetError, OverloadError, shown
 
 __all__ = ["Job", "Outcome", "Scheduler", "Work"]
 
 Outcome: TypeAlias = Literal["finished", "failed", "cancelled", "expired"]
+# A step, if there is one, how its job has ended, if it has, and the error, if there is one.
+_Played: TypeAlias = tuple[Any, Outcome | None, Exception | None]
 
 # What a duration counts after the next one was seen: the advice when to try again follows the last twenty or so.
 _MEMORY = 0.95
@@ -40,7 +45,7 @@ class Job:
     """Work that is waiting or running, and whom to tell.
 
     Attributes:
-        work: run from the scheduler's thread alone.
+        work: run from one thread at a time, the scheduler's or one that it waits for.
         on_step: called with each step.
         on_end: called once, with how it ended and the error, if there is one.
         deadline: of `time.monotonic()`; None is never.
@@ -63,23 +68,32 @@ class Job:
 class Scheduler:
     """Gives each running job one step in turn; a step is a round of speculative sampling, or a prompt's prefill.
 
+    With `max_batch` above 1 so many jobs have their steps together, and the models' passes are shared where they can
+    be: see `Rendezvous`.
+
     One thread calls `wait` and `turn`; anyone may submit and cancel. A job holds its share of the budget from its
     first step to its end, so none that has begun can run out of it. Jobs begin in the order in which they came.
     """
 
-    def __init__(self, *, max_running: int, max_waiting: int, kv_budget: int | None) -> None:
+    def __init__(self, *, max_running: int, max_waiting: int, kv_budget: int | None, max_batch: int = 1) -> None:
         """Run at most `max_running` jobs at once, whose caches take at most `kv_budget` bytes together.
 
         Raises:
             InvalidInputError: a limit that is no integer in its range.
         """
-        for name, value, least in (("max_running", max_running, 1), ("max_waiting", max_waiting, 0)):
+        for name, value, least in (
+            ("max_running", max_running, 1),
+            ("max_waiting", max_waiting, 0),
+            ("max_batch", max_batch, 1),
+        ):
             _check_limit(name, value, least)
         if kv_budget is not None:
             _check_limit("kv_budget", kv_budget, 1)
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.kv_budget = kv_budget
+        self.max_batch = max_batch
+        self.rendezvous = Rendezvous()
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: deque[Job] = deque()  # the next one first; only the scheduler's thread changes it
@@ -162,20 +176,33 @@ class Scheduler:
             return True
 
     def turn(self) -> None:
-        """Begin what has room, then give the next running job one step."""
+        """Begin what has room, then give the next running job one step, or the next `max_batch` of them."""
         with self._changed:
             dropped = [waiter for waiter in self._waiting if waiter.cancelled or waiter.is_due]
             for waiter in dropped:
                 self._waiting.remove(waiter)
             self._begin()
-            job = self._running[0] if self._running else None
+            jobs = tuple(islice(self._running, self.max_batch))
         for waiter in dropped:
             waiter.on_end(*_end_early(waiter))
-        if job is None:
+        for job, played in self._play_all(jobs):
+            self._settle(job, *played)
+
+    def end(self) -> None:
+        """End the threads that jobs have run in; no `turn` may follow."""
+        self.rendezvous.stop()
+
+    def _play_all(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, _Played]]:
+        """Give one step to each job; the outcomes as they come."""
+        if len(jobs) < 2:
+            yield from ((job, _play(job)) for job in jobs)
             return
-        step, outcome, error = _play(job)
+        for index, played in self.rendezvous.play([partial(_play, job) for job in jobs]):
+            yield jobs[index], played
+
+    def _settle(self, job: Job, step: Any, outcome: Outcome | None, error: Exception | None) -> None:
         with self._changed:
-            self._running.popleft()
+            self._running.remove(job)
             if outcome is None:
                 self._running.append(job)
             else:  # before anyone is told, so that there is room by then
@@ -199,7 +226,7 @@ class Scheduler:
         return min(self._mean_s / self.max_running, _LONGEST_RETRY_S)
 
 
-def _play(job: Job) -> tuple[Any, Outcome | None, Exception | None]:
+def _play(job: Job) -> _Played:
     """Give one step to a running job. The step, if there is one, and how the job has ended, if it has."""
     if job.cancelled or job.is_due:
         return None, *_end_early(job)

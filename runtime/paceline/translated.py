@@ -7,7 +7,6 @@ the target's law is kept by the usual rules of verification.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,6 +17,7 @@ from .errors import InvalidInputError
 from .kv_cache import KVCache, SavedKV
 from .model import CausalLM, checked_ids
 from .retokenizer import RetokenizedText, Retokenizer
+from .strand import text_time
 
 __all__ = ["TranslatedCache", "TranslatedModel"]
 
@@ -177,7 +177,7 @@ class TranslatedModel:
 
         Each row but the first takes a run of its own, since one more token may change how the text before it is split.
         """
-        started = time.perf_counter()
+        started = text_time()
         if not isinstance(cache, TranslatedCache) or cache.model is not self:
             raise InvalidInputError("The KV cache was made by another model; use this model's new_cache().")
         ids = checked_ids(tokens, cache, num_logits, self.retokenizer.target.vocab_size).tolist()
@@ -187,7 +187,7 @@ class TranslatedModel:
             cache.extend(ids[:first] if row == 0 else ids[first + row - 1 : first + row])
             feed = cache.catch_up()
             rows.append(cache.forward(feed)[self._columns] if feed else np.zeros(self.vocab_size, np.float32))
-        cache.seconds += time.perf_counter() - started
+        cache.seconds += text_time() - started
         return np.stack(rows)
 
 

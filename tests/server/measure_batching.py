@@ -1,88 +1,170 @@
-"""Measures whether one pass over several texts pays: milliseconds by texts and rows, beside as many passes of one text.
+"""Measures what passes over several texts bring, and what they cost a text alone.
 
-    PYTHONPATH=runtime:export:tools python tests/server/measure_batching.py BUNDLE [--which draft] [--length 128]
+    PYTHONPATH=runtime:export:tools python tests/server/measure_batching.py BUNDLE [--texts 1,4,8] [--tokens 48]
 
-The graphs of the flavour ort take several texts with one row each, those of the flavour trt any number of rows. Runs
-are interleaved; medians are printed. Caches are updated in place. Weights, not what they say, decide the time: the ids
-are any.
+BUNDLE needs the graphs of `paceline batch`. First what both kinds of graphs take of memory; then passes of a model at
+--length positions: the usual graph with one text, that with lanes with several; then whole texts in an engine,
+with and without batches. All is interleaved, medians are printed. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
+import resource
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import paceline
+from paceline import AsyncEngine, SamplingParams, SpeculativeDecoder
 from paceline.bundle import Bundle
-from paceline.device_array import bind_input, bind_output
-from paceline.ort import OrtModel
+from paceline.model import Feed
+from paceline.ort_lanes import LanesModel
 
+PROMPTS = (
+    "def quicksort(items):\n",
+    "The three largest rivers of Europe are",
+    "Question: why do riders of a paceline take turns at its front?\nAnswer:",
+    'class Stack:\n    """A stack of integers."""\n',
+    "Dear Sir or Madam,\n\nI am writing to you about",
+    "import json\n\n\ndef read_config(path):\n",
+    "Once upon a time, in a village by the sea,",
+    "SELECT name, count(*) FROM",
+)
 ROOM = 64  # positions behind the valid ones
 
 
-class Pass:
-    """A pass over `texts` texts of different lengths, with `rows` new tokens each."""
+def median_ms(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
+    """Medians of the milliseconds that each takes, in turns."""
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 2):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if repeat >= 2:  # behind the warm-up
+                times[name].append(1000 * (time.perf_counter() - started))
+    return {name: statistics.median(found) for name, found in times.items()}
 
-    def __init__(self, model: OrtModel, texts: int, rows: int, length: int) -> None:
-        entry = model.entry
-        inputs = {spec.name: spec for spec in entry.inputs}
-        fixed = inputs[model.past_names[0]].shape[2]
-        positions = fixed if isinstance(fixed, int) else length + ROOM
-        lengths = np.array([length - 7 * number for number in range(texts)])
-        indices = np.tile(np.arange(rows), (texts, 1))
-        given: dict[str, Any] = {
-            "input_ids": np.ones((texts, rows), np.int64),
-            "seqlens_k": (lengths + rows - 1).astype(np.int32),
-            "total_sequence_length": np.array(length + rows, np.int32),
-            "write_indices": lengths.astype(np.int64),
-            "logits_indices": indices if len(inputs["logits_indices"].shape) == 2 else np.arange(rows),
-        }
-        self._session = model.session
-        self._binding = model.session.io_binding()
-        self._kept: list[Any] = []
-        for name in inputs:
-            if name in given:
-                self._kept.append(given[name])
-                bind_input(self._binding, name, given[name])
-        shape = (texts, entry.num_kv_heads, positions, entry.head_size)
-        for past, present in zip(model.past_names, model.present_names, strict=True):
-            self._kept.append(np.zeros(shape, entry.kv_dtype))
-            bind_input(self._binding, past, self._kept[-1])
-            bind_output(self._binding, present, self._kept[-1])
-        self._kept.append(np.empty((texts, rows, entry.vocab_size), np.float32))
-        bind_output(self._binding, "logits", self._kept[-1])
 
-    def run(self) -> float:
-        """Milliseconds."""
-        started = time.perf_counter()
-        self._session.run_with_iobinding(self._binding)
-        return 1000 * (time.perf_counter() - started)
+def resident_mb() -> float:
+    """Megabytes of this process in memory, pages of files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+def measure_passes(which: str, lanes: LanesModel, length: int, repeats: int) -> dict[str, Any]:
+    """Passes of one model: the usual graph's with one text, and those with lanes."""
+    entry = lanes.entry
+    rng = np.random.default_rng(0)
+
+    def ready(number: int) -> Any:
+        cache = lanes.new_cache(length + ROOM)
+        cache.pretend(length - 7 * number, rng)
+        return cache
+
+    alone, caches = ready(0), [ready(number) for number in range(lanes.max_batch)]
+
+    def pass_alone(rows: int) -> None:
+        lanes.forward([1] * rows, alone, rows)
+        alone.rollback(length)
+
+    def pass_of(texts: int, rows: int) -> None:
+        lanes.forward_all([Feed([1] * rows, cache, rows) for cache in caches[:texts]])
+        for number, cache in enumerate(caches[:texts]):
+            cache.rollback(length - 7 * number)
+
+    sizes = [texts for texts in (2, 4, 8, 16) if texts <= lanes.max_batch]
+    found: dict[str, Any] = {}
+    print(f"\n{which}, {entry.architecture} {entry.precision}, {length} positions, {lanes.max_batch} lanes")
+    print(
+        "rows  usual graph, 1 text   "
+        + "".join(f"lanes, {texts:2}   " for texts in sizes)
+        + "   (ms, times one by one)"
+    )
+    for rows in (1, 2, 4):
+        runs: dict[Any, Callable[[], Any]] = {0: partial(pass_alone, rows)}
+        runs |= {texts: partial(pass_of, texts, rows) for texts in sizes}
+        ms = median_ms(runs, repeats)
+        parts = [f"{ms[texts]:6.1f} {texts * ms[0] / ms[texts]:.2f}  " for texts in sizes]
+        print(f"{rows:4}  {ms[0]:19.1f}  " + "".join(parts))
+        found[str(rows)] = {str(texts): value for texts, value in ms.items()}
+    return found
+
+
+def measure_texts(
+    decoders: dict[str, tuple[SpeculativeDecoder, int]], texts: int, tokens: int, repeats: int, **options: Any
+) -> dict[str, float]:
+    """Tokens per second of an engine that writes so many texts at once, medians by decoder."""
+
+    async def write(decoder: SpeculativeDecoder, max_batch: int) -> float:
+        async with AsyncEngine(max_batch=max_batch) as engine:
+            works = [
+                decoder.generate(
+                    PROMPTS[number % len(PROMPTS)],
+                    SamplingParams(min_new_tokens=tokens),
+                    max_new_tokens=tokens,
+                    **options,
+                )
+                for number in range(texts)
+            ]
+            started = time.perf_counter()
+            for stream in engine.run_all(works):
+                async for _ in stream:
+                    pass
+            return texts * tokens / (time.perf_counter() - started)
+
+    rates: dict[str, list[float]] = {name: [] for name in decoders}
+    for repeat in range(repeats + 1):
+        for name, (decoder, max_batch) in decoders.items():
+            rate = asyncio.run(write(decoder, max_batch))
+            if repeat:
+                rates[name].append(rate)
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
-    parser.add_argument("--which", choices=["target", "draft"], default="target")
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--texts", default="1,4,8")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of whole texts; passes are repeated five times as often"
+    )
     options = parser.parse_args()
-    model = OrtModel.open(Bundle.open(options.bundle), options.which)
-    all_rows = (1,) if model.entry.flavor == "ort" else (1, 3)
-    passes = {(texts, rows): Pass(model, texts, rows, options.length) for rows in all_rows for texts in (1, 2, 4, 8)}
-    times: dict[tuple[int, int], list[float]] = {shape: [] for shape in passes}
-    for repeat in range(options.repeats + 2):
-        for shape, one in passes.items():
-            elapsed = one.run()
-            if repeat >= 2:  # behind the warm-up
-                times[shape].append(elapsed)
-    print(f"{model.entry.flavor} {model.entry.precision}, {options.length} positions, medians of {options.repeats}")
-    print("texts  rows      ms  times as fast as one by one")
-    for (texts, rows), found in times.items():
-        alone = statistics.median(times[1, rows])
-        print(f"{texts:5}  {rows:4}  {statistics.median(found):6.1f}  {texts * alone / statistics.median(found):.2f}")
+    bundle = Bundle.open(options.bundle)
+    if bundle.manifest.target.lanes is None:
+        parser.error(f"{options.bundle} has no graphs for several texts; `paceline batch` adds them")
+    max_batch = bundle.manifest.target.lanes.count
+    seen: dict[str, Any] = {"max_batch": max_batch, "resident_mb": {}, "passes": {}, "tokens_per_s": {}}
+    decoders = {}
+    for name, count in (("usual", 1), ("lanes", max_batch)):
+        before = resident_mb()
+        decoders[name] = paceline.load(options.bundle, max_batch=count), count
+        seen["resident_mb"][name] = resident_mb() - before
+        print(f"loaded for {count} texts in a pass: {seen['resident_mb'][name]:.0f} MB resident")
+    batched = decoders["lanes"][0]
+    for which, model in (("target", batched.target), ("draft", getattr(batched.draft, "inner", None))):
+        inner = getattr(model, "inner", model)  # of a draft with another tokenizer
+        if isinstance(inner, LanesModel):
+            seen["passes"][which] = measure_passes(which, inner, options.length, 5 * options.repeats)
+    print(f"\nengine, {options.tokens} tokens a text, greedy: tokens per second")
+    print("texts  drafts   one by one   batches of", max_batch, "  times as fast")
+    for texts in map(int, options.texts.split(",")):
+        for drafts in (0, "auto") if bundle.manifest.draft else (0,):
+            rates = measure_texts(decoders, texts, options.tokens, options.repeats, num_draft_tokens=drafts)
+            print(
+                f"{texts:5}  {drafts:6}  {rates['usual']:10.1f}  {rates['lanes']:12.1f}      "
+                f"{rates['lanes'] / rates['usual']:.2f}"
+            )
+            seen["tokens_per_s"][f"{texts} texts, drafts {drafts}"] = rates
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

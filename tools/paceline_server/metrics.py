@@ -25,6 +25,8 @@ _COUNTERS = {
     "rounds": "Target passes after prefill, of texts that have ended.",
     "proposed": "Drafted tokens that were verified, of texts that have ended.",
     "accepted": "Drafted tokens that stood, of texts that have ended.",
+    "shared_passes": "Runs of models while several texts had their rounds together.",
+    "shared_texts": "Texts in them.",
 }
 _PARTS = {"prefill_s": "prefill", "target_s": "target", "draft_s": "draft", "overhead_s": "overhead"}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Row] = MappingProxyType(
         "fetch": Row("Fetch the checkpoint of a recipe or a hub id.", "export,tools"),
         "export": Row("Export a target model, and a draft model, to a bundle.", "cpu,export,tools"),
         "build": Row("Build TensorRT engines of a bundle's graphs.", "cpu,export,tools,trt"),
+        "batch": Row("Let a bundle's models take several texts in one pass.", "cpu,export,tools"),
         "check": Row("Compare a bundle with the checkpoints it was made from.", "cpu,export,tools"),
         "plan": Row("Say how many tokens to draft, from an acceptance rate and costs.", "tools"),
         "recommend": Row("Say which of several drafts pays for a target, on your prompts.", "cpu,export,tools"),

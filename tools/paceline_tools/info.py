@@ -164,6 +164,7 @@ def _text(bundle: Bundle) -> str:
         ),
         "KV cache per token": lambda model: f"{size(model.kv_bytes_per_position)} ({model.kv_dtype})",
         "KV cache, full context": lambda model: size(model.kv_bytes_per_position * model.max_length),
+        "texts in one pass": lambda model: str(model.lanes.count if model.lanes else 1),
         "on disk": lambda model: size(_bytes_on_disk(bundle, model)),
         "source": lambda model: (
             f"{model.source.kind} {model.source.name}"

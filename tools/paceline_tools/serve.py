@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 import paceline
+from paceline.bundle import MOST_LANES
 from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.logs import JsonFormatter, RequestLog
@@ -45,6 +46,10 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option(
     "--max-running", metavar="N", type=click.IntRange(1, 4096), default=16, show_default=True,
     help="Texts that take turns at once.",
+)  # fmt: skip
+@click.option(
+    "--max-batch", metavar="N", type=click.IntRange(1, MOST_LANES), default=1, show_default=True,
+    help="Texts in one pass of a model; above 1 the bundle needs the graphs of `paceline batch`.",
 )  # fmt: skip
 @click.option(
     "--max-waiting", metavar="N", type=click.IntRange(0, 1 << 20), default=64, show_default=True,
@@ -111,6 +116,7 @@ def command(
     tls_cert: Path | None,
     tls_key: Path | None,
     max_running: int,
+    max_batch: int,
     max_waiting: int,
     kv_memory: float,
     prefix_cache: float,
@@ -161,10 +167,14 @@ def command(
         prefix_cache_bytes=int(prefix_cache * _GIB),
         profile=None if profile == "none" else profile,
         engines=engine_folder,
+        max_batch=max_batch,
     )
     decoder = load()
     engine = paceline.AsyncEngine(
-        max_running=max_running, max_waiting=max_waiting, kv_budget=max(1, int(kv_memory * _GIB))
+        max_running=max_running,
+        max_waiting=max_waiting,
+        kv_budget=max(1, int(kv_memory * _GIB)),
+        max_batch=max_batch,
     )
     if host not in _LOCAL and not keys:
         _say(f"Warning: whoever reaches {host} is served; --api-keys would ask for a key.", log_format)

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, Manifest, file_sha256
 from paceline.engines import INDEX_NAME, EngineIndex, read_index
 from paceline.errors import InvalidInputError, PacelineError
+from paceline_export.exchange import exchange
 
 __all__ = ["EngineStore"]
 
@@ -108,10 +109,10 @@ class EngineStore:
                     partial.replace(self._root / entries[0].path)
                 if manifest is None:
                     index = EngineIndex(engines, files)
-                    _exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
+                    exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
                 else:
                     changed = dataclasses.replace(manifest, engines=engines, files=files)
-                    _exchange(self._root / MANIFEST_NAME, changed.to_json())
+                    exchange(self._root / MANIFEST_NAME, changed.to_json())
             except BaseException:
                 kept = self._listed()[2]  # Ctrl-C may have come after the exchange
                 for entry in new:
@@ -154,16 +155,3 @@ class EngineStore:
                 f"{folder} cannot be written ({error.strerror or error}); {elsewhere}, or mend its permissions. No "
                 "engine was kept."
             ) from error
-
-
-def _exchange(path: Path, text: str) -> None:
-    """Replace a file's text at once: a reader sees the old or the new one."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
