@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ def onnxruntime_packages() -> list[str]:
 def import_onnxruntime() -> Any:
     """Import ONNX Runtime, which exactly one installed package must provide.
 
+    It sends usage events to Microsoft where the environment variable `ORT_DISABLE_TELEMETRY` does not say 1 when it is
+    first imported, and keeps an id of the machine for them. Nobody who runs a model asked for that, so it says 1 here
+    unless it was set.
+
     Raises:
         InstallationError: none is installed, or several that overwrite each other's files.
     """
@@ -123,6 +128,7 @@ def import_onnxruntime() -> Any:
             f"{' and '.join(owners)} are both installed and overwrite each other. Uninstall all of them "
             f"(pip uninstall {' '.join(owners)}), then install one: pip install 'paceline[cpu]' or 'paceline[gpu]'."
         )
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -388,6 +389,15 @@ def test_a_process_that_uses_onnxruntime_already_can_load_a_bundle(smol_bundle: 
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout == "4\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where ONNX Runtime keeps its events elsewhere")
+def test_nothing_is_kept_for_sending_to_microsoft(tiny_bundle: Path, tmp_path: Path) -> None:
+    code = f"import paceline; list(paceline.load({str(tiny_bundle)!r}).generate([5, 6], max_new_tokens=4))"
+    left = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    homes = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TMPDIR"), str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], check=True, env=left | homes)
+    assert [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name or path.name == ".ses"] == []
 
 
 def test_the_manifest_survives_a_round_trip(smol_bundle: Path) -> None:
