@@ -84,8 +84,8 @@ def make_profiles(
             raise InvalidInputError(
                 f"The profile {which}:{name} is for {most} rows, and the caches have {max_length} positions."
             )
-        # A draft wants one row of logits. Where its profile allows no other number, TensorRT-RTX 1.7 writes an LM head of
-        # few bits out as floats in each step; where it allows two, the head is read as it is.
+        # A draft wants one row of logits. Where its profile allows no other number, TensorRT-RTX 1.7 writes an LM head
+        # of few bits out as floats in each step; where it allows two, the head is read as it is.
         logits = (1, 1 if name == "prefill" else min(usual, rows), min(most, rows))
         profiles.append(_profile(entry, name, max_length, max_batch, rows=(least, usual, most), logits=logits))
     for count in range(1, rows + 1):
