@@ -39,8 +39,8 @@ def test_scales_are_those_of_the_graph(bundle: Path) -> None:
 
 def test_inputs_become_float8_numbers_times_their_scale() -> None:
     model = torch.nn.ModuleDict({"one": torch.nn.Linear(5, 5, bias=False), "other": torch.nn.Linear(5, 5, bias=False)})
-    for layer in model.values():
-        torch.nn.init.eye_(layer.weight)
+    for parameter in model.parameters():
+        torch.nn.init.eye_(parameter)
     round_inputs(model, {"one": 2.0})
     x = torch.tensor([2.0, 2.1, 2.15, -2.4, 5000.0])  # the steps from 2 on are 0.25, and the largest number is 2 x 448
     with torch.inference_mode():
