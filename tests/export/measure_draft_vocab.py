@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline.bundle import Bundle, LogitIdsEntry
 from paceline.cost_profile import find_costs, setup_of
 from paceline.costs import Costs
+from paceline.huge_pages import huge_pages
 from paceline.ort import OrtModel
 from paceline.ort_session import open_session
 from paceline.tokenizer import Tokenizer
@@ -140,16 +141,18 @@ def main() -> None:
     fast = PreTrainedTokenizerFast(tokenizer_file=str(bundle.path("tokenizer.json")))
     vocab = entry.vocab_size
     kept = {size: useful_ids(fast, entry.eos_token_ids, size) for size in SIZES if size < vocab}
-    full = OrtModel.open(bundle, "draft")
     others = {}
-    for folder in arguments.drafts:
-        other = Bundle.open(folder)
-        others[folder.name] = OrtModel.open(other, "draft" if other.manifest.draft else "target")
-    with tempfile.TemporaryDirectory() as folder:
+    draft_bytes = (bundle.root / "draft/model.onnx.data").stat().st_size
+    # As `paceline.load` has them; else memory, not the head, would decide which draft is fast.
+    with tempfile.TemporaryDirectory() as folder, huge_pages((1 + len(kept) + len(arguments.drafts)) * draft_bytes):
+        full = OrtModel.open(bundle, "draft")
+        for other_folder in arguments.drafts:
+            other = Bundle.open(other_folder)
+            others[other_folder.name] = OrtModel.open(other, "draft" if other.manifest.draft else "target")
         drafts = {"full": full}
         drafts |= {f"{size}": cut_draft(bundle, ids, Path(folder) / str(size)) for size, ids in kept.items()}
-        ratios = print_steps(drafts | others, arguments.repeats)
-        del drafts
+    ratios = print_steps(drafts | others, arguments.repeats)
+    del drafts
 
     target = OrtModel.open(bundle, "target")
     costs = find_costs(setup_of(bundle), "auto")

@@ -416,18 +416,18 @@ def test_engines_that_cannot_be_listed_are_removed(
         assert len(list(root.rglob("*.engine"))) == 2
         raise error
 
-    monkeypatch.setattr(store, "_exchange", fail)
+    monkeypatch.setattr(store, "exchange", fail)
     with pytest.raises(PacelineError if isinstance(error, OSError) else KeyboardInterrupt):
         put(bundle, engine(bundle), b"second", out)
     assert sorted(root.rglob("*")) == before
     monkeypatch.undo()
-    exchange = store._exchange
+    exchange = store.exchange
 
     def late(path: Path, text: str) -> None:
         exchange(path, text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "_exchange", late)
+    monkeypatch.setattr(store, "exchange", late)
     with pytest.raises(KeyboardInterrupt):
         put(bundle, engine(bundle), b"third", out)
     (listed,) = read_index(root).engines if own else Bundle.open(root).manifest.engines
