@@ -24,6 +24,7 @@ from paceline_export.engine.bundle import build_engines
 from paceline_export.engine.device import compute_capability, free_bytes
 from paceline_export.engine.profiles import ProfileRows, make_profiles
 from paceline_export.engine.store import EngineStore
+from paceline_export.exchange import exchange
 
 RTX = BACKENDS["tensorrt-rtx"]
 PAST = [f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
@@ -421,7 +422,6 @@ def test_engines_that_cannot_be_listed_are_removed(
         put(bundle, engine(bundle), b"second", out)
     assert sorted(root.rglob("*")) == before
     monkeypatch.undo()
-    exchange = store.exchange
 
     def late(path: Path, text: str) -> None:
         exchange(path, text)
