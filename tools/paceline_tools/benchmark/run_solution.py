@@ -35,9 +35,9 @@ _CLEAN_UP_S = 3.0
 # `os` has most of its functions from `posix`, under the same names: what is taken from one is taken from both.
 _SYSTEM = (
     "kill killpg fork fork1 forkpty posix_spawn posix_spawnp system popen execv execve setsid setpgid setpgrp unshare "
-    "setns remove unlink rmdir removedirs rename renames replace truncate ftruncate link symlink mkdir makedirs mkfifo "
-    "mknod chmod fchmod lchmod chown fchown lchown utime setxattr removexattr chroot chdir fchdir setuid setgid seteuid "
-    "setegid setreuid setregid setresuid setresgid setgroups initgroups putenv unsetenv"
+    "setns remove unlink rmdir removedirs rename renames replace truncate ftruncate link symlink mkdir makedirs "
+    "mkfifo mknod chmod fchmod lchmod chown fchown lchown utime setxattr removexattr chroot chdir fchdir setuid "
+    "setgid seteuid setegid setreuid setregid setresuid setresgid setgroups initgroups putenv unsetenv"
 )
 _GUARDED = {
     "os": _SYSTEM,
