@@ -6,12 +6,17 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline_tools.benchmark.solutions import PASSED, Problem, run_program
+
+from .conftest import environment
 
 PROBLEM = Problem(
     prompt='from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n    """Their sum."""\n',
@@ -121,6 +126,24 @@ def test_processes_that_a_program_starts_do_not_outlast_it(end: str, outcome: st
     assert found.partition(":")[0] == outcome
     assert "Value" in found or outcome != "failed"
     assert name not in _process_names()
+
+
+def test_processes_do_not_outlast_whoever_tests_programs_either() -> None:
+    name = f"left-{secrets.token_hex(4)}"
+    program = _LEAVE.format(name=name) + "time.sleep(600)"
+    code = f"from paceline_tools.benchmark.solutions import run_program; run_program({program!r}, seconds=600)"
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    _wait_until(lambda: name in _process_names())
+    process.kill()
+    process.wait()
+    _wait_until(lambda: name not in _process_names())
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def _process_names() -> set[str]:
