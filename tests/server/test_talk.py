@@ -31,6 +31,7 @@ from .test_chat import library
 from .writer import Writer, writing
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("runtime", "export", "tools"))
 SHORT = ("--max-new-tokens", 20)
 
 
@@ -195,15 +196,15 @@ def test_models_of_another_shape_and_answers_without_figures() -> None:
 
 
 @contextlib.contextmanager
-def not_http() -> Iterator[str]:
-    """A server that says something else to whoever comes."""
+def says(answer_bytes: bytes) -> Iterator[str]:
+    """A server that says this to the one who comes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer() -> None:
             connection, _ = listening.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(b"220 mail.example ESMTP\r\n")
+                connection.sendall(answer_bytes)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -214,7 +215,7 @@ def not_http() -> Iterator[str]:
 def test_servers_that_do_not_serve(server: Running, decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = taken.getsockname()[1]
-    with running(decoder, ApiKeys(["sesame"])) as locked, not_http() as mail:
+    with running(decoder, ApiKeys(["sesame"])) as locked, says(b"220 mail.example ESMTP\r\n") as mail:
         for args, words in (
             ((f"http://127.0.0.1:{free}",), "refused"),
             ((locked.url,), "PACELINE_API_KEY"),
@@ -235,6 +236,9 @@ def test_servers_that_do_not_serve(server: Running, decoder: SpeculativeDecoder,
     [
         (["http://"], "no URL"),
         (["http://x:port"], "no URL"),
+        (["http://[::1"], "no URL"),
+        (["http://ex ample"], "no URL"),
+        (["http://127.0.0.1:1/a\x1b[2J"], "no URL"),
         (["ftp://127.0.0.1"], "spoken with over http:// or https://, not ftp://"),
         (["HTTP://127.0.0.1:1", "--threads", "2"], "--threads is for bundles"),
         (["http://127.0.0.1:1", "--threads", "2"], "--threads is for bundles"),
@@ -254,6 +258,89 @@ def test_a_bundle_that_was_not_made_for_chats(tiny_bundle: Path) -> None:
     result = talk("Hello\n", tiny_bundle)
     assert result.exit_code == 1
     assert "no chat template" in result.stderr
+
+
+@pytest.mark.parametrize("key", ["sesa\nme", "sesa\x00me", "sesame€", "sesa\x9bme"])
+def test_a_key_that_cannot_be_sent_is_not_printed(server: Running, monkeypatch: Any, key: str) -> None:
+    monkeypatch.setattr("os.environ", {**os.environ, "PACELINE_API_KEY": key})
+    result = talk("Hello\n", server.url)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "PACELINE_API_KEY" in result.stderr
+    assert "sesa" not in result.output
+
+
+def test_space_around_a_key_and_capitals_of_http_do_no_harm(decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", " sesame\r\n")
+    with running(decoder, ApiKeys(["sesame"])) as locked:
+        assert talk("Hello\n", locked.url.replace("http", "HTTP"), *SHORT).exit_code == 0
+
+
+def test_stdin_that_is_closed(chat_bundle: Path) -> None:
+    command = [sys.executable, "-m", "paceline_tools", "chat", str(chat_bundle)]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
+        env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "stdin is closed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (429, "the server is busy"),
+        (503, "the server is busy"),
+        (500, "the server failed"),
+        (403, "is this the address"),
+    ],
+)
+def test_what_another_server_answers_is_told_by_its_status(status: int, words: str) -> None:
+    with says(f"HTTP/1.1 {status} So\x1b[2J\r\nContent-Length: 0\r\n\r\n".encode()) as url:
+        result = talk("Hello\n", url)
+    assert result.exit_code == 1
+    assert f"answers {status}: So\N{REPLACEMENT CHARACTER}[2J; {words}" in result.stderr
+    assert ("OpenAI" in result.stderr) == (status == 403)
+
+
+def test_control_characters_of_what_is_no_server_are_not_printed() -> None:
+    with says(b"220 mail \x1b]0;title\x07\r\n") as url:
+        result = talk("Hello\n", url)
+    assert result.exit_code == 1
+    assert "cannot be talked to (220 mail \N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER})" in result.stderr
+
+
+def type_in(where: object, typed: list[bytes], *args: object) -> tuple[bytes, bytes]:
+    """What a chat in a terminal prints, on stdout and stderr, where one types these lines."""
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, b"".join(line + b"\n" for line in typed) + b"\x04")
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline_tools", "chat", *map(str, (where, *args))],
+            stdin=theirs, capture_output=True, env={**os.environ, "PYTHONPATH": PATHS, "PYTHONUTF8": "1"}, timeout=120,
+        )  # fmt: skip
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_line_that_is_not_utf8_is_refused_and_the_next_one_answered(
+    server: Running, decoder: SpeculativeDecoder
+) -> None:
+    out, err = type_in(server.url, [b"a\x01\xff\xfe", b"\xed\xa0\x80", b"Hello"], "--seed", 4, *SHORT)
+    assert err.count(b"not UTF-8, and was not sent") == 2
+    assert out.replace(b"> ", b"").decode() == f"{answers(decoder, ['Hello'])[0]}\n"
+
+
+@pytest.mark.parametrize("kind", ["server", "bundle"])
+def test_of_a_full_context_one_is_told_of_reset(server: Running, chat_bundle: Path, kind: str) -> None:
+    where = server.url if kind == "server" else chat_bundle
+    _, err = type_in(where, [b"x y z " * 500, b"/reset", b"Hello"], *SHORT)
+    assert err.count(b"Error") == 1
+    assert b"/reset forgets the conversation" in err
 
 
 def test_what_the_server_refuses_ends_a_pipe(server: Running) -> None:
@@ -283,11 +370,10 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(decoder: SpeculativeDecoder) -> 
     model = Halting(decoder.tokenizer, decoder.vocab_size, "x" * 100)
     halting = SpeculativeDecoder(model, None, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
     ours, theirs = pty.openpty()
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("runtime", "export", "tools"))
     with running(halting) as server:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline_tools", "chat", server.url],
-            stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths},
+            stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": PATHS},
         )  # fmt: skip
         assert process.stdout is not None
         try:

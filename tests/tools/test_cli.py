@@ -129,6 +129,35 @@ def test_ctrl_c_ends_quietly_with_130(invoke: Invoke, monkeypatch: pytest.Monkey
     assert result.output == "\n"
 
 
+def test_ctrl_c_before_the_command_is_known_ends_quietly_with_130(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("click.Group.parse_args", interrupt)
+    result = invoke("info", "somewhere")
+    assert (result.exit_code, result.output) == (130, "\n")
+
+
+@pytest.mark.parametrize("start", ["-m", "console script"])
+@pytest.mark.parametrize("module", ["click", "paceline_tools.cli", "paceline_tools.wording", "paceline_tools.info"])
+def test_ctrl_c_while_modules_are_imported_ends_quietly_with_130(start: str, module: str) -> None:
+    run = "import runpy; runpy.run_module('paceline_tools', run_name='__main__', alter_sys=True)"
+    if start != "-m":
+        run = "from paceline_tools.__main__ import main; main()"
+    code = (
+        "import sys; sys.argv[1:] = ['info', 'nowhere']\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, *_):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        f"sys.meta_path.insert(0, Finder); {run}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("missing", "args", "expected"),
     [

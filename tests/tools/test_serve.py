@@ -92,6 +92,12 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
         assert "loaded anew" in process.stderr.readline()
         asking.join()
         assert [*texts, ask()] == [before] * 11
+        _flip_last_byte(damaged)
+        process.send_signal(signal.SIGHUP)
+        said = process.stderr.readline()
+        assert "not loaded anew" in said
+        assert "SHA-256" in said
+        assert ask() == before
         (damaged / "tokenizer.json").unlink()
         process.send_signal(signal.SIGHUP)
         assert "not loaded anew" in process.stderr.readline()
@@ -200,6 +206,14 @@ def test_logs_as_json_lines(tiny_bundle: Path) -> None:
         assert "loaded anew" in json.loads(process.stderr.readline())["message"]
 
 
+def _flip_last_byte(bundle: Path) -> None:
+    """Damage the target's largest file; its size stays."""
+    path = max((bundle / "target").iterdir(), key=lambda path: path.stat().st_size)
+    data = path.read_bytes()
+    path.unlink()  # whoever has mapped the old file keeps it
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 0xFF]))
+
+
 def _keys(folder: Path) -> Path:
     (folder / "keys").write_text("key\n")
     return folder / "keys"
@@ -245,6 +259,20 @@ def test_a_bundle_that_is_damaged_is_never_served(damaged: Path) -> None:
     done = run_paceline("serve", damaged, "--port", 0, timeout=60)
     assert done.returncode == 1
     assert "served at" not in done.stderr
+
+
+def test_a_bundle_with_other_bytes_of_the_same_size_is_never_served(damaged: Path) -> None:
+    _flip_last_byte(damaged)
+    done = run_paceline("serve", damaged, "--port", 0, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "SHA-256" in done.stderr
+    assert "served at" not in done.stderr
+
+
+def test_a_model_has_the_name_of_the_folder_as_given(tiny_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "cur").symlink_to(tiny_bundle)
+    with serving(tmp_path / "cur") as (_, url):
+        assert [model["id"] for model in httpx2.get(f"{url}/v1/models").json()["data"]] == ["cur"]
 
 
 def test_an_open_door_is_warned_of(tiny_bundle: Path) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline_tools.benchmark.solutions import PASSED, Problem, run_program
+
+from .conftest import environment
 
 PROBLEM = Problem(
     prompt='from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n    """Their sum."""\n',
@@ -79,6 +86,72 @@ def test_files_are_out_of_reach(tmp_path: Path, attempt: str) -> None:
     assert run_program(attempt.format(path=str(path))).outcome.startswith("failed: ")
     assert path.read_text(encoding="utf-8") == "kept"
     assert [one.name for one in tmp_path.iterdir()] == ["kept.txt"]
+
+
+@pytest.mark.parametrize("module", ["os", "posix"])
+@pytest.mark.parametrize("name", ["chmod", "utime", "link", "mkdir", "fork", "forkpty", "posix_spawn", "setsid"])
+def test_functions_that_would_harm_are_taken_from_both_modules(module: str, name: str) -> None:
+    assert run_program(f"import {module}\nassert {module}.{name} is None").outcome == PASSED
+
+
+def test_posix_forks_for_no_program() -> None:
+    attempt = "import posix, time\nif posix.fork() == 0:\n    posix.setsid()\n    time.sleep(40)"
+    assert run_program(attempt).outcome.startswith("failed: TypeError")
+
+
+# Behind Python's back, into a session of its own, from which a process without parent cannot be told by its group. It
+# gives itself a name (PR_SET_NAME of prctl(2)), which the program waits for.
+_LEAVE = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+child = libc.fork()
+if child == 0:
+    libc.setsid()
+    if libc.fork() == 0:
+        libc.prctl(15, b"{name}", 0, 0, 0)
+        time.sleep(600)
+    os._exit(0)
+os.waitpid(child, 0)
+while not any(open(f"/proc/{{one}}/comm").read() == "{name}\\n" for one in os.listdir("/proc") if one.isdecimal()):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"), [("", "passed"), ("raise ValueError", "failed"), ("while True: pass", "timed out")]
+)
+def test_processes_that_a_program_starts_do_not_outlast_it(end: str, outcome: str) -> None:
+    name = f"left-{secrets.token_hex(4)}"
+    found = run_program(_LEAVE.format(name=name) + end).outcome
+    assert found.partition(":")[0] == outcome
+    assert "Value" in found or outcome != "failed"
+    assert name not in _process_names()
+
+
+def test_processes_do_not_outlast_whoever_tests_programs_either() -> None:
+    name = f"left-{secrets.token_hex(4)}"
+    program = _LEAVE.format(name=name) + "time.sleep(600)"
+    code = f"from paceline_tools.benchmark.solutions import run_program; run_program({program!r}, seconds=600)"
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    _wait_until(lambda: name in _process_names())
+    process.kill()
+    process.wait()
+    _wait_until(lambda: name not in _process_names())
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _process_names() -> set[str]:
+    names = set()
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            names.add(path.read_text().strip())
+    return names
 
 
 @FILES

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import os
-import signal
 import sys
 
 __all__ = ["main"]
 
-TERMINATED = 128 + signal.SIGTERM
+INTERRUPTED, TERMINATED = 130, 143  # as a shell tells SIGINT and SIGTERM
 
 
 def main() -> None:
-    """Run the command line; without click, say how to install it."""
+    """Run the command line. Ctrl-C ends it quietly, also while modules are imported, so they are in here."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _run() -> None:
+    """Prepare the streams and run the group; without click, say how to install it."""
+    import io
+    import signal
+
     try:
         from .cli import cli
     except ModuleNotFoundError as error:
@@ -31,6 +39,8 @@ def main() -> None:
 
 def _replace_closed_streams() -> None:
     """Keep the numbers of streams that were closed (`<&-`, `2>&-`) from other files; without stdout, end here."""
+    import os
+
     if sys.stdin is None:  # stays None, so that whoever needs it can say so
         os.open(os.devnull, os.O_RDONLY)
     if sys.stdout is None:

@@ -31,6 +31,7 @@ __all__ = [
     "NumberRange",
     "check_text",
     "engines_option",
+    "folder_name",
     "own_layers",
     "profile_option",
     "provider_option",
@@ -275,3 +276,8 @@ def check_text(option: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise click.UsageError(f"{option} is not valid UTF-8 at character {error.start}.") from error
+
+
+def folder_name(folder: Path) -> str:
+    """A folder's name as the user wrote it, a link's its own; that of what it leads to where the path ends in none."""
+    return folder.name if folder.name not in ("", "..") else folder.resolve().name

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.errors import ContextLengthError, PacelineError
 from paceline.pieces import Piece
 
 from .arguments import (
@@ -22,11 +22,12 @@ from .arguments import (
     NumberRange,
     check_text,
     engines_option,
+    folder_name,
     profile_option,
     provider_option,
     threads_option,
 )
-from .chat_partner import BundlePartner, Partner, Settings
+from .chat_partner import BundlePartner, ContextFullError, Partner, Settings, without_controls
 from .chat_server import ServerPartner
 
 __all__ = ["command"]
@@ -38,7 +39,6 @@ _HELP = """\
 /exit         end; so does Ctrl-D
 
 Ctrl-C stops an answer. A backslash at a line's end goes on in the next line. //… sends a message that begins with /."""
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FOR_BUNDLES = {"provider": "--provider", "engine_folder": "--engines", "threads": "--threads", "profile": "--profile"}
 
 
@@ -87,6 +87,8 @@ def command(
     Messages are lines of stdin. A server's key is taken from PACELINE_API_KEY. When stdin is no terminal, the first
     failure ends the chat.
     """
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed, and messages are its lines; open it, or give it a file.")
     for option, text in (("DIR|URL", where), ("--system", system or ""), ("--model", model or "")):
         check_text(option, text)
     settings = Settings(temperature, top_p, seed, max_new_tokens, draft_tokens)
@@ -106,7 +108,7 @@ def command(
             folder, provider=provider, engines=engine_folder, threads=threads, prefix_cache_bytes=1 << 28,
             profile=None if profile == "none" else profile,
         )  # fmt: skip
-        partner = BundlePartner(decoder, folder.resolve().name, settings)
+        partner = BundlePartner(decoder, folder_name(folder), settings)
     _Talk(partner, system, show_accepted).run()
 
 
@@ -134,6 +136,11 @@ class _Talk:
                     raise
                 click.echo("\n(Ctrl-D ends the chat.)", err=True)
                 continue
+            except UnicodeError as error:
+                if not self._is_terminal:
+                    raise click.UsageError("stdin is not UTF-8; convert it first.") from error
+                click.echo("Error: what was typed is not UTF-8, and was not sent.", err=True)
+                continue
             if text is None:
                 break
             if text.startswith("/") and not text.startswith("//"):
@@ -149,7 +156,7 @@ class _Talk:
         self._system = system
 
     def _read(self) -> str | None:
-        """The next message; None at the end of stdin."""
+        """The next message; None at the end of stdin. Raises UnicodeError where it is not UTF-8."""
         lines: list[str] = []
         prompt = "> "
         while True:
@@ -158,8 +165,6 @@ class _Talk:
                 line.encode()
             except EOFError:
                 return "\n".join(lines) if lines else None
-            except UnicodeError as error:
-                raise click.UsageError("stdin is not UTF-8; convert it first.") from error
             lines.append(line)
             if not line.endswith("\\"):
                 return "\n".join(lines)
@@ -198,6 +203,8 @@ class _Talk:
             if not self._is_terminal:
                 raise
             message = error.message if isinstance(error, click.ClickException) else str(error)
+            if isinstance(error, ContextLengthError | ContextFullError):
+                message += " /reset forgets the conversation and begins anew."
             click.echo(f"{chr(10) if answer else ''}Error: {message}", err=True)
             return
         click.echo()
@@ -209,8 +216,7 @@ class _Talk:
             click.echo(self._partner.figures(time.monotonic() - started), err=True)
 
     def _write(self, piece: Piece) -> None:
-        # A terminal obeys control characters, and a model may write any.
-        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", piece.text) if self._has_colours else piece.text
+        text = without_controls(piece.text) if self._has_colours else piece.text
         if self._shows_accepted and piece.accepted:
             text = click.style(text, fg="green") if self._has_colours else f"⟦{text}⟧"
         sys.stdout.write(text)

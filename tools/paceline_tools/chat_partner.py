@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,18 @@ from paceline.pieces import Piece, TextPieces
 
 from .tables import number, percent
 
-__all__ = ["BundlePartner", "Partner", "Settings", "figures_text"]
+__all__ = ["BundlePartner", "ContextFullError", "Partner", "Settings", "figures_text", "without_controls"]
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class ContextFullError(click.ClickException):
+    """A server says that a conversation does not fit the model's context."""
+
+
+def without_controls(text: str) -> str:
+    """A text for a terminal, which obeys control characters; models and servers may write any."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import ssl
 import urllib.parse
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -14,13 +15,15 @@ import click
 
 from paceline.pieces import Piece
 
-from .chat_partner import Settings, figures_text
+from .chat_partner import ContextFullError, Settings, figures_text, without_controls
 
 __all__ = ["KEY_VARIABLE", "ServerPartner"]
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _CONNECT_S = 10.0
 _READ_S = 600.0  # an answer may wait in the server's queue
+_NOT_SENT = re.compile(r"[\x00-\x20\x7f-\xa0]")  # in no URL
+_NOT_IN_KEYS = re.compile(r"[^\x20-\x7e\xa0-\xff]")  # headers are Latin-1
 _FIGURES = ("completion_tokens", "proposed", "accepted", "rounds")
 
 
@@ -32,15 +35,17 @@ class ServerPartner:
 
         Raises:
             ClickException: it cannot be reached, refuses, or has no such model.
-            UsageError: the URL is none.
+            UsageError: the URL is none, or the key cannot be sent.
         """
-        parts = urllib.parse.urlsplit(url)
         try:
+            parts = urllib.parse.urlsplit(url)
             self._port = parts.port
+            is_url = bool(parts.hostname) and not parts.query and not parts.fragment and not _NOT_SENT.search(url)
         except ValueError:
-            self._port = -1
-        if not parts.hostname or self._port == -1 or parts.query or parts.fragment:
+            is_url = False
+        if not is_url or parts.hostname is None:
             raise click.UsageError(f"{url!r} is no URL of a server; http://127.0.0.1:8000 would be one.")
+        self._key = _read_key()
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
         self._url = url
@@ -51,9 +56,9 @@ class ServerPartner:
         self._usage: dict[str, int] = {}
         names = self._models()
         if model is not None and model not in names:
-            raise click.ClickException(f"{url} has no model {model!r}, only {', '.join(names)}.")
+            raise click.ClickException(without_controls(f"{url} has no model {model!r}, only {', '.join(names)}."))
         self._model = model or names[0]
-        self.name = f"{self._model} at {url}"
+        self.name = without_controls(f"{self._model} at {url}")
 
     def answer(self, messages: Sequence[Mapping[str, Any]]) -> Generator[Piece, None, None]:
         """See `Partner`."""
@@ -111,8 +116,8 @@ class ServerPartner:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Ask; the answer's head has come by then, and is a good one."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         connection = self._connect()
         try:
             connection.connect()
@@ -120,7 +125,7 @@ class ServerPartner:
             connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise click.ClickException(self._refusal(response))
+                raise self._refusal(response)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             connection.close()
             raise self._lost(error) from error
@@ -142,23 +147,34 @@ class ServerPartner:
                 "one of who signed it."
             )
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = without_controls(str(reason).strip())  # it may quote what the server sent
         return click.ClickException(f"{self._url} cannot be talked to ({reason}); see that the server runs there.")
 
     def _no_answer(self) -> click.ClickException:
         return click.ClickException(f"{self._url} sent something else than a stream of JSON with an answer's parts.")
 
-    def _refusal(self, response: http.client.HTTPResponse) -> str:
+    def _refusal(self, response: http.client.HTTPResponse) -> click.ClickException:
         """What the server says instead of an answer."""
+        status = response.status
         with response:
             data = response.read(1 << 16)
+        code = None
         try:
-            message = str(json.loads(data)["error"]["message"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            message = f"{response.reason}; is this the address of an OpenAI API?"
-        hint = f" Give the key in {KEY_VARIABLE}." if response.status == 401 else ""
+            error = json.loads(data)["error"]
+            message, code = str(error["message"]), error.get("code")
+        except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
+            if status in (429, 503):
+                what = "the server is busy or limits how much one may ask"
+            elif status >= 500:
+                what = "the server failed; its log may say why"
+            else:
+                what = "is this the address of an OpenAI API?"
+            message = f"{response.reason}; {what}"
+        hint = f" Give the key in {KEY_VARIABLE}." if status == 401 else ""
         again = response.getheader("Retry-After")
-        wait = f" Try again in {again} s." if response.status in (429, 503) and again else ""
-        return f"{self._url} answers {response.status}: {message}{hint}{wait}"
+        wait = f" Try again in {again} s." if status in (429, 503) and again else ""
+        text = without_controls(f"{self._url} answers {status}: {message}{hint}{wait}")
+        return ContextFullError(text) if code == "context_length_exceeded" else click.ClickException(text)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """The objects of a stream, up to its end mark."""
@@ -175,13 +191,23 @@ class ServerPartner:
                     raise ValueError
                 if error := event.get("error"):
                     message = error.get("message") if isinstance(error, dict) else error
-                    raise click.ClickException(f"{self._url} broke off: {message}")
+                    raise click.ClickException(without_controls(f"{self._url} broke off: {message}"))
                 yield event
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
         except (ValueError, RecursionError) as error:
             raise self._no_answer() from error
         raise click.ClickException(f"{self._url} ended the connection in the middle of the answer.")
+
+
+def _read_key() -> str:
+    """The user's key, empty where there is none. What it says of a key that cannot be sent does not quote it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if _NOT_IN_KEYS.search(key):
+        raise click.UsageError(
+            f"{KEY_VARIABLE} holds a control character, or one that a header of HTTP cannot carry; give the key alone."
+        )
+    return key
 
 
 def _figures(usage: Any) -> dict[str, int]:

