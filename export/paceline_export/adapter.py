@@ -274,7 +274,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     for setting in ("r", "lora_alpha"):
         value = settings.get(setting)
-        if not _is_number(value) or value <= 0:
+        if value is None or not _is_number(value) or value <= 0:
             raise CheckpointError(f"{folder / _CONFIG}: {setting} is {_shown(value)}; expected a positive number.")
     for setting in ("alpha_pattern", "rank_pattern"):
         patterns = settings.get(setting) or {}
