@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -274,7 +274,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     for setting in ("r", "lora_alpha"):
         value = settings.get(setting)
-        if value is None or not _is_number(value) or value <= 0:
+        if not _is_number(value) or value <= 0:
             raise CheckpointError(f"{folder / _CONFIG}: {setting} is {_shown(value)}; expected a positive number.")
     for setting in ("alpha_pattern", "rank_pattern"):
         patterns = settings.get(setting) or {}
@@ -294,7 +294,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
                 ) from error
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Whether a setting is a number that float64 holds."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False

@@ -586,6 +586,26 @@ def _check_epsilons(name: str, config: PreTrainedConfig) -> None:
             raise _no_decoder(name, f"{setting}={value!r:.40}", "a small number of at least 0, such as 1e-06")
 
 
+_ROTATION = ("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+
+
+def _check_rotation(name: str, config: PreTrainedConfig) -> None:
+    """Check the numbers of a rotation, or of one for each kind of layer; transformers only warns of others.
+
+    Raises:
+        CheckpointError: one of them is none.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    kinds = [stated, *stated.values()] if isinstance(stated, dict) else []
+    for kind in kinds:
+        for setting in _ROTATION if isinstance(kind, dict) else ():
+            value = kind.get(setting)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+                raise _no_decoder(name, f"{setting}={value!r:.40} in its rope_parameters", "a number")
+
+
 def _check_sizes(name: str, config: PreTrainedConfig) -> None:
     """Check the numbers that a decoder is built from, and that they go together.
 
@@ -594,6 +614,7 @@ def _check_sizes(name: str, config: PreTrainedConfig) -> None:
     """
     _check_counts(name, lambda setting: getattr(config, setting, None))
     _check_epsilons(name, config)
+    _check_rotation(name, config)
     if getattr(config, "vocab_size", None) is None:
         raise CheckpointError(
             f"{name} is no plain decoder of text: its configuration ({config.model_type!r}) has no vocab_size "
