@@ -231,7 +231,7 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"The checkpoint is incomplete: it holds no tensor {lacking!r}, though it holds "
                 f"{parts[0] if parts else min(known & self._where.keys())!r}. A file, or its entry in the index of "
-                "shards, is missing or of another export: copy or download it again in full."
+                "shards, is missing, or config.json is another model's: copy or download it again in full."
             )
         raise CheckpointError(
             f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
@@ -580,7 +580,7 @@ def _check_epsilons(name: str, config: PreTrainedConfig) -> None:
         CheckpointError: it is no finite number of at least 0.
     """
     for setting, value in config.to_dict().items():
-        if not re.fullmatch(r"(.*_)?(layer_?)?norm_(eps|epsilon)|rms_norm_eps|epsilon", setting) or value is None:
+        if not re.fullmatch(r"(.*_)?(layer_?)?norm_(eps|epsilon)|epsilon", setting) or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             raise _no_decoder(name, f"{setting}={value!r:.40}", "a small number of at least 0, such as 1e-06")

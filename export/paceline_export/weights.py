@@ -237,7 +237,7 @@ def _gguf_size(data: mmap.mmap) -> int:
         if (num_dims := cursor.take("I")) > 8:
             raise CheckpointError(f"has a tensor of {num_dims} dimensions. {_MEND}")
         dims = [cursor.take("Q") for _ in range(num_dims)]
-        num_elements, longest = math.prod(dims), max(longest, *dims)
+        num_elements, longest = math.prod(dims), max([longest, *dims])
         kind, offset = cursor.take("I"), cursor.take("Q")
         if kind not in block_sizes:
             raise CheckpointError(f"has a tensor of the unknown type {kind}; a newer gguf package may know it.")

@@ -161,7 +161,7 @@ def test_own_layers_come_from_the_folder_that_the_target_came_from(
     assert source.folder.samefile(folder / "target")
     assert layers == 1
     moved = Path(shutil.copytree(folder / "self", tmp_path / "elsewhere" / "self"))
-    for message in ("there is none of this name in this folder. Run this", "and target has other weights. Run this"):
+    for message in ("there is none of this name in this folder. Run this", "and other weights are in"):
         result = invoke("recommend", moved, "--draft", "self:1", *PROMPTS)
         assert result.exit_code == 2
         said = " ".join(result.stderr.split())
