@@ -22,10 +22,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.pytorch_utils import Conv1D
 
 from paceline.bundle import file_sha256
@@ -118,9 +118,12 @@ class Adapter:
                 )
             )
         check_safetensors(file)
-        with safe_open(str(file), framework="pt") as handle:
-            shapes = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
-            kinds = {key: handle.get_slice(key).get_dtype() for key in shapes}
+        try:
+            with safe_open(str(file), framework="pt") as handle:
+                shapes = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
+                kinds = {key: handle.get_slice(key).get_dtype() for key in shapes}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}). Copy or download it again in full.") from error
         if odd := [f"{key} ({kind})" for key, kind in kinds.items() if kind not in FLOAT_KINDS]:
             raise CheckpointError(f"{file} holds tensors that are no plain floating-point ones: {', '.join(odd[:3])}.")
         return cls(folder.resolve().name, file, _changes(folder, settings, shapes), shapes)
@@ -271,11 +274,40 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     for setting in ("r", "lora_alpha"):
         value = settings.get(setting)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise CheckpointError(f"{folder / _CONFIG}: {setting} is {value!r:.40}; expected a positive number.")
-    patterns = settings.get("alpha_pattern") or {}
-    if not isinstance(patterns, Mapping) or not all(isinstance(alpha, int | float) for alpha in patterns.values()):
-        raise CheckpointError(f"{folder / _CONFIG}: alpha_pattern is {patterns!r:.80}; expected numbers by names.")
+        if not _is_number(value) or value <= 0:
+            raise CheckpointError(f"{folder / _CONFIG}: {setting} is {_shown(value)}; expected a positive number.")
+    for setting in ("alpha_pattern", "rank_pattern"):
+        patterns = settings.get(setting) or {}
+        if not isinstance(patterns, Mapping):
+            raise CheckpointError(f"{folder / _CONFIG}: {setting} is {patterns!r:.80}; expected numbers by names.")
+        for pattern, value in patterns.items():
+            if not _is_number(value):
+                raise CheckpointError(
+                    f"{folder / _CONFIG}: {setting} has {_shown(value)} for {pattern!r:.80}; expected a number."
+                )
+            try:
+                re.compile(_ends_with(pattern))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{folder / _CONFIG}: {setting} names {pattern!r:.80}, which is no regular expression ({error}); "
+                    "expected the end of a layer's name."
+                ) from error
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether a setting is a number that float64 holds."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond it
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A setting as messages show it: a whole number may have thousands of digits."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Change]:
@@ -308,7 +340,14 @@ def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tup
         _check_change(folder, name, change, shapes)
         if change.a is not None:
             rank = shapes[str(change.a)][0]
-            alpha = _alpha(settings, name.removesuffix(".weight"))
+            module = name.removesuffix(".weight")
+            if (stated := _setting(settings, "r", "rank_pattern", module)) != rank:
+                raise CheckpointError(
+                    f"{folder / _WEIGHTS}: the factors of {name!r} have rank {rank}, and {_CONFIG} says {stated:g} (r, "
+                    "or rank_pattern for this layer). They come from two trainings, and the scale of what is added "
+                    "depends on the rank: take both files from where the adapter came from."
+                )
+            alpha = _setting(settings, "lora_alpha", "alpha_pattern", module)
             change.scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
             if not abs(change.scale) < _MOST_SCALE:
                 raise CheckpointError(
@@ -347,9 +386,13 @@ def _check_change(folder: Path, name: str, change: Change, shapes: Mapping[str, 
         )
 
 
-def _alpha(settings: Mapping[str, Any], module: str) -> float:
-    """`lora_alpha` of a module; the first pattern that is the end of its name wins, as in peft's `get_pattern_key`."""
-    for pattern, alpha in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(alpha)
-    return float(settings["lora_alpha"])
+def _setting(settings: Mapping[str, Any], name: str, patterns: str, module: str) -> float:
+    """A number for a module; the first pattern that is the end of its name wins, as in peft's `get_pattern_key`."""
+    for pattern, value in (settings.get(patterns) or {}).items():
+        if re.match(_ends_with(pattern), module):
+            return float(value)
+    return float(settings[name])
+
+
+def _ends_with(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"

@@ -82,11 +82,10 @@ def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.M
             )
     except Exception as error:  # a configuration may hold anything, and its model's code may stumble over it anyhow
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        if isinstance(error, KeyError):
+        if isinstance(error, KeyError) and error.args == (implementation,):
             reason = "its attention cannot be exchanged"
         raise CheckpointError(
-            f"transformers cannot build a causal language model with an exchangeable attention from a "
-            f"{config.model_type!r} configuration: {reason}"
+            f"transformers cannot build a causal language model from a {config.model_type!r} configuration: {reason}"
         ) from error
     adapt(model, config)
     if not _takes_positions(model) and position_bias(config, 1) is None:

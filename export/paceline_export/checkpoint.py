@@ -34,9 +34,9 @@ from paceline.errors import CheckpointError, InvalidInputError
 from .adapter import AdaptedReader, Adapter
 from .conversion import Conversions
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
-from .quantize.scaled import SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
+from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
 from .source import Source
-from .weights import FLOAT_KINDS, read_json
+from .weights import FLOAT_KINDS, num_tensors, read_json
 
 _CHUNK = 1 << 24  # elements
 _GGUFReader = gguf.GGUFReader
@@ -166,6 +166,11 @@ class SafetensorsReader:
             return None
         found = [name for part in SCALE_NAMES if (name := f"{module}.{part}") in self._where]
         if len(found) == 1:
+            if (kind := self._slice(found[0]).get_dtype()) not in SCALE_KINDS:
+                raise CheckpointError(
+                    f"The scales {found[0]!r} are stored as {kind}: expected one of {', '.join(SCALE_KINDS)}. Whole "
+                    "numbers may stand for powers of two, and nothing says so; export another checkpoint of this model."
+                )
             return found[0]
         raise CheckpointError(
             f"The tensor {stored!r} is stored in 8 bits ({self._slice(stored).get_dtype()}) with "
@@ -218,6 +223,16 @@ class SafetensorsReader:
         for candidate in (name, self.tied.get(name, name)):
             if candidate in self._where:
                 return candidate
+        module = name.removesuffix(".weight")
+        known = {parameter for parameter, _ in self.model.named_parameters()} if self.model is not None else set()
+        parts = [stored for part in PARTS if (stored := f"{module}.{part}") in self._where]
+        if parts or known & self._where.keys():
+            lacking = f"{module}.qweight" if parts else name
+            raise CheckpointError(
+                f"The checkpoint is incomplete: it holds no tensor {lacking!r}, though it holds "
+                f"{parts[0] if parts else min(known & self._where.keys())!r}. A file, or its entry in the index of "
+                "shards, is missing, or config.json is another model's: copy or download it again in full."
+            )
         raise CheckpointError(
             f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
             f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture, or paceline does not "
@@ -297,6 +312,31 @@ def _one_gguf_reader() -> Iterator[None]:
         gguf.GGUFReader = _GGUFReader
 
 
+def _tokenizer_part(source: Source) -> str:
+    """What a checkpoint's tokenizer is read from, as a message calls it.
+
+    Raises:
+        CheckpointError: it is missing, or no JSON.
+    """
+    if source.gguf_file:
+        fields = _gguf_file(str(source.folder / source.gguf_file)).fields
+        kind = fields.get("tokenizer.ggml.model")
+        needed = ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
+        if kind is not None and bytes(kind.parts[-1]) == b"gpt2":
+            needed.append("tokenizer.ggml.merges")
+        if missing := [key for key in needed if key not in fields]:
+            raise CheckpointError(
+                f"{source.name} has no {' and no '.join(missing)}: its tokenizer is missing or incomplete. Take a GGUF "
+                "file that holds its vocabulary too."
+            )
+        return "its tokenizer"
+    path = source.folder / "tokenizer.json"
+    if path.is_file():
+        read_json(path)
+        return f"its tokenizer ({path})"
+    return f"its tokenizer: {source.folder} has no tokenizer.json, take it from where the checkpoint came from"
+
+
 def _drop_foreign_tokens(tokenizer: Any, path: Path) -> None:
     """Take out added tokens that a GGUF does not have.
 
@@ -367,17 +407,23 @@ class Checkpoint:
         """
         opened = Adapter.open(adapter) if adapter is not None else None
         if not source.gguf_file:  # before transformers divides by what stands there
-            _check_counts(source.name, read_json(source.folder / "config.json").get)
+            stated_sizes = read_json(source.folder / "config.json")
+            _check_counts(source.name, stated_sizes.get)
+            _check_against_weights(source, stated_sizes)
         file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        part = "this checkpoint"
         try:
             with _one_gguf_reader():
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
+                part = _tokenizer_part(source)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
                 if source.gguf_file:
                     _drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)
+        except CheckpointError:
+            raise
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
             hint = "; a size in its configuration is probably 0" if isinstance(error, ArithmeticError) else ""
-            raise CheckpointError(f"{source.name}: transformers cannot read this checkpoint: {error}{hint}") from error
+            raise CheckpointError(f"{source.name}: transformers cannot read {part}: {error}{hint}") from error
         packing = scaling = None
         if not source.gguf_file and (settings := getattr(config, "quantization_config", None)):
             scaling = Scaling.from_config(source.name, settings)
@@ -502,6 +548,64 @@ def _check_counts(name: str, stated: Callable[[str], Any]) -> None:
             raise _no_decoder(name, f"{setting}={value!r:.80}", "a whole number of at least 1")
 
 
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_SIZES = (
+    *("hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts"),
+)
+
+
+def _check_against_weights(source: Source, settings: Mapping[str, Any]) -> None:
+    """Check that a checkpoint's files can hold what its configuration asks for, before a model of it is built.
+
+    Raises:
+        CheckpointError: more layers than tensors, or a size beyond the number of weights.
+    """
+    tensors = sum(num_tensors(path) for path in source.weight_files)
+    weights = 8 * sum(path.stat().st_size for path in source.weight_files)  # of a bit each at least
+    for names, most, what in ((_LAYERS, tensors, "tensors"), (_SIZES, weights, "weights")):
+        for setting in names:
+            value = settings.get(setting)
+            if isinstance(value, int) and value > most:
+                raise _no_decoder(
+                    source.name, f"{setting}={value!r:.40}", f"at most {most:,}, since its files hold no more {what}"
+                )
+
+
+def _check_epsilons(name: str, config: PreTrainedConfig) -> None:
+    """Check what norms add to a variance before they divide by its root.
+
+    Raises:
+        CheckpointError: it is no finite number of at least 0.
+    """
+    for setting, value in config.to_dict().items():
+        if not re.fullmatch(r"(.*_)?(layer_?)?norm_(eps|epsilon)|epsilon", setting) or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise _no_decoder(name, f"{setting}={value!r:.40}", "a small number of at least 0, such as 1e-06")
+
+
+_ROTATION = ("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+
+
+def _check_rotation(name: str, config: PreTrainedConfig) -> None:
+    """Check the numbers of a rotation, or of one for each kind of layer; transformers only warns of others.
+
+    Raises:
+        CheckpointError: one of them is none.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    kinds = [stated, *stated.values()] if isinstance(stated, dict) else []
+    for kind in kinds:
+        for setting in _ROTATION if isinstance(kind, dict) else ():
+            value = kind.get(setting)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+                raise _no_decoder(name, f"{setting}={value!r:.40} in its rope_parameters", "a number")
+
+
 def _check_sizes(name: str, config: PreTrainedConfig) -> None:
     """Check the numbers that a decoder is built from, and that they go together.
 
@@ -509,6 +613,8 @@ def _check_sizes(name: str, config: PreTrainedConfig) -> None:
         CheckpointError: they do not, or one of them is not a positive whole number, or there is no vocabulary.
     """
     _check_counts(name, lambda setting: getattr(config, setting, None))
+    _check_epsilons(name, config)
+    _check_rotation(name, config)
     if getattr(config, "vocab_size", None) is None:
         raise CheckpointError(
             f"{name} is no plain decoder of text: its configuration ({config.model_type!r}) has no vocab_size "

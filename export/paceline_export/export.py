@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import glob
+import hashlib
 import json
 import os
 import resource
@@ -36,7 +37,7 @@ from paceline.bundle import (
     TokenizerEntry,
     file_sha256,
 )
-from paceline.errors import CheckpointError, InvalidInputError, PacelineError
+from paceline.errors import BundleError, CheckpointError, InvalidInputError, PacelineError
 
 from .calibrate.calibrate import Recipe
 from .calibrate.layers import NotLayerwiseError
@@ -50,6 +51,7 @@ from .draft_vocab import useful_ids
 from .flavors import Flavor, find_flavor
 from .other_tokenizer import DEFAULT_METHOD, METHODS, OtherTokenizer
 from .pair import check_widths, token_texts, tokenizer_difference
+from .parity import SHORTEST
 from .passes.data_file import DataFile
 from .passes.lm_head import cut_lm_head
 from .passes.weights import check_projections, check_shape, store_weights
@@ -157,6 +159,7 @@ def export_bundle(
 
     Raises:
         InvalidInputError: an argument of a wrong type or out of its range, or `out` exists or cannot be made.
+        BundleError: a target that is a bundle has a damaged file.
         CheckpointError: a model that cannot be exported, with the reason.
         IncompatiblePairError: the draft's tokenizer shares no token with the target's.
         PacelineError: the disk is full.
@@ -387,12 +390,24 @@ def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
     """Copy what belongs to a bundle's target into another folder; its files, by their names.
 
     Links would save the room, but onnx-ir reads no weights from a file with several names.
+
+    Raises:
+        BundleError: a file is not the one that the bundle's manifest describes.
     """
     files = _taken_files(bundle)
-    for name in files:
+    for name, entry in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(bundle.root / name, path)
+        digest = hashlib.sha256()
+        with (bundle.root / name).open("rb") as source, path.open("wb") as copy:
+            while piece := source.read(1 << 22):
+                digest.update(piece)
+                copy.write(piece)
+        if digest.hexdigest() != entry.sha256:
+            raise BundleError(
+                f"{bundle.root}: {name} is damaged: its bytes are not those that {MANIFEST_NAME} gives the SHA-256 of. "
+                "Copy the bundle again in full, or export its target again."
+            )
     return files
 
 
@@ -548,9 +563,15 @@ def _check_room(out: Path, least: int) -> None:
     free = shutil.disk_usage(next(folder for folder in real.parents if folder.is_dir())).free
     if free < least:
         raise PacelineError(
-            f"The disk is too full for this bundle: it needs more than {least / 1e9:.1f} GB at {real.parent}, where "
-            f"{free / 1e9:.1f} GB are free. Free some space, or choose another disk or fewer bits."
+            f"The disk is too full for this bundle: it needs more than {_amount(least)} at {real.parent}, where "
+            f"{_amount(free)} are free. Free some space, or choose another disk or fewer bits."
         )
+
+
+def _amount(size: int) -> str:
+    """Bytes, in a unit in which they are no 0."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit / 10), (1e3, "kB"))
+    return f"{size / unit:.1f} {name}"
 
 
 def _least_bits(checkpoint: Checkpoint, stored: WeightFormat) -> int:
@@ -571,6 +592,11 @@ def _max_length(
         wanted *= 2
     names = ("max_position_embeddings", "max_seq_len", "seq_length")  # as most, MPT and BLOOM call it
     own = next(filter(None, (getattr(checkpoint.config, name, None) for name in names)), flavor.default_max_length)
+    if own < SHORTEST:
+        raise CheckpointError(
+            f"{checkpoint.source.name} has {own} positions; expected at least {SHORTEST}, which `paceline check` needs "
+            "to compare a bundle with torch."
+        )
     fixed = fixed_positions(checkpoint.config) or own
     if wanted is None:
         return int(min(own, flavor.default_max_length, fixed))
@@ -905,11 +931,17 @@ def _partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             folder.rename(out)
     except OSError as error:
         free = shutil.disk_usage(out.parent).free
-        short_write = error.errno is None and free < 1 << 20  # as numpy says it
+        short = error.errno is None and "written" in str(error)  # as numpy says it
+        if error.errno == errno.EFBIG or (short and free >= 1 << 20):
+            raise PacelineError(
+                f"A file of weights is larger than a file may be at {out.parent} (by its file system, such as FAT32, "
+                "or by `ulimit -f`). Nothing was kept; export again with --max-file-size, such as 2GB, or elsewhere."
+            ) from error
+        short_write = error.errno is None and free < 1 << 20
         if error.errno != errno.ENOSPC and not short_write:
             raise
         raise PacelineError(
-            f"The disk is full: {free / 1e9:.1f} GB are left at {out.parent}. Nothing was kept; free some space and "
+            f"The disk is full: {_amount(free)} are left at {out.parent}. Nothing was kept; free some space and "
             "export again."
         ) from error
     finally:

@@ -32,6 +32,7 @@ from .quantize.packed import PackedWeight, unpacked
 from .ragged import RaggedBatch
 
 __all__ = [
+    "SHORTEST",
     "TOLERANCES",
     "ModelParity",
     "ParityReport",
@@ -55,6 +56,7 @@ In 1969 three people flew 384,400 km to the Moon. «Déjà vu», said the 東京
 proposes a few tokens, the target model scores them in one pass, and whatever it does not agree with is drawn again.
 '''
 PREFILL, SINGLE, VERIFY = 64, 4, 5
+SHORTEST = PREFILL + SINGLE + VERIFY + 1  # positions that a model must have for it
 _POSITIONS = 256  # of the caches that are compared
 _PARTS = (
     ".q",
@@ -191,7 +193,7 @@ def check_bundle(bundle: Bundle, *, on_progress: Callable[[str], None] | None = 
         entry: ModelEntry | None = getattr(bundle.manifest, which)
         if entry is None:
             continue
-        if entry.max_length < PREFILL + SINGLE + VERIFY + 1:
+        if entry.max_length < SHORTEST:
             raise BundleError(f"{which}: a context of {entry.max_length} positions is too short for the check.")
         ids = Tokenizer.from_bundle(bundle, which).encode(TEXT, add_special_tokens=False)
         found = {}

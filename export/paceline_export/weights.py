@@ -15,7 +15,15 @@ from pathlib import Path
 from paceline.bundle import check_safe_path
 from paceline.errors import BundleError, CheckpointError
 
-__all__ = ["FLOAT_KINDS", "check_gguf", "check_safetensors", "missing_weights", "read_json", "safetensors_files"]
+__all__ = [
+    "FLOAT_KINDS",
+    "check_gguf",
+    "check_safetensors",
+    "missing_weights",
+    "num_tensors",
+    "read_json",
+    "safetensors_files",
+]
 
 FLOAT_KINDS = ("F64", "F32", "F16", "BF16")  # plain floating-point numbers, as Safetensors names them
 _INDEX = "model.safetensors.index.json"
@@ -117,13 +125,21 @@ def check_safetensors(path: Path) -> None:
         raise CheckpointError(f"{path} is {what}: it has {size} bytes, its header asks for {expected}. {_MEND}")
 
 
+def num_tensors(path: Path) -> int:
+    """The number of tensors in a Safetensors file that `check_safetensors` has found whole."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return len(header) - ("__metadata__" in header)
+
+
 def check_gguf(path: Path) -> None:
     """Check a GGUF file's header and its size.
 
     gguf.GGUFReader takes 7 s for a vocabulary of 151,936, and does not say how many bytes are missing.
 
     Raises:
-        CheckpointError: not GGUF, a version or tensor type that is not known, one part of several, or truncated.
+        CheckpointError: not GGUF, a version or tensor type that is not known, one part of several, truncated, or with
+            counts that its tensors cannot have.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -145,6 +161,11 @@ def check_gguf(path: Path) -> None:
 # GGUF value types: 0 u8, 1 i8, 2 u16, 3 i16, 4 u32, 5 i32, 6 f32, 7 bool, 8 string, 9 array, 10 u64, 11 i64, 12 f64
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# What a model is built from: no more blocks than tensors, and nothing that is longer than the tensors' longest side.
+_COUNTS = (
+    *(".block_count", ".embedding_length", ".feed_forward_length", ".expert_count", ".vocab_size"),
+    *(".attention.head_count", ".attention.head_count_kv", ".attention.key_length", ".attention.value_length"),
+)
 
 
 class _Cursor:
@@ -196,26 +217,34 @@ def _gguf_size(data: mmap.mmap) -> int:
     if not num_tensors:
         raise CheckpointError("holds no tensors, only metadata, such as a vocabulary; name a file with weights.")
     alignment = 32
+    counts: dict[str, int] = {}
     for _ in range(num_values):
         key, kind = cursor.text(), cursor.take("I")
         if key == "general.alignment" and kind == 4:
             alignment = cursor.take("I")
         elif key == "split.count" and kind == 2 and (count := cursor.take("H")) > 1:
             raise CheckpointError(f"is one of {count} parts; merge them first with llama.cpp's gguf-split --merge.")
+        elif key.endswith(_COUNTS) and kind in (4, 5, 10, 11):
+            counts[key] = cursor.take(_SCALARS[kind])
         elif key != "split.count" or kind != 2:
             cursor.skip_value(kind)
     if alignment < 1:
         raise CheckpointError(f"asks for an alignment of {alignment} bytes. {_MEND}")
     block_sizes = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
-    end = 0
+    end, longest = 0, 1
     for _ in range(num_tensors):
         cursor.text()
         if (num_dims := cursor.take("I")) > 8:
             raise CheckpointError(f"has a tensor of {num_dims} dimensions. {_MEND}")
-        num_elements = math.prod(cursor.take("Q") for _ in range(num_dims))
+        dims = [cursor.take("Q") for _ in range(num_dims)]
+        num_elements, longest = math.prod(dims), max([longest, *dims])
         kind, offset = cursor.take("I"), cursor.take("Q")
         if kind not in block_sizes:
             raise CheckpointError(f"has a tensor of the unknown type {kind}; a newer gguf package may know it.")
         values, size = block_sizes[kind]
         end = max(end, offset + num_elements // values * size)
+    for key, count in counts.items():  # before a model is built from them
+        most, what = (num_tensors, "tensors") if key.endswith(".block_count") else (longest, "rows or columns")
+        if count > most:
+            raise CheckpointError(f"says {key} = {count:,}, and it has {most:,} {what} at most. {_MEND}")
     return -(-cursor.at // alignment) * alignment + end

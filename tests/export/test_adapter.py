@@ -252,9 +252,15 @@ def test_layers_stored_by_columns_are_merged_by_columns(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 2]]}, r"\(layer_replication\)"),
         ({"r": 0}, "r is 0; expected a positive number"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10{39}…; expected a positive number"),
         ({"alpha_pattern": ["x"]}, "alpha_pattern is"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern has 10{39}… for 'q_proj'; expected a number"),
+        ({"alpha_pattern": {"q_proj(": 3}}, r"alpha_pattern names 'q_proj\(', which is no regular expression"),
+        ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern has '4' for 'q_proj'; expected a number"),
+        ({"r": 8}, r"the factors of '.*q_proj.weight' have rank 4, and adapter_config.json says 8"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj.weight' have rank 4, and adapter_config.json says 2"),
         ({"lora_alpha": 1e300}, r"lora_alpha of '.*q_proj.weight' is 1e\+300"),
-        ({"alpha_pattern": {"q_proj": float("nan")}}, "multiplied by nan"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern has nan for 'q_proj'"),
         ({"use_dora": True}, "has no lora_magnitude_vector of '.*q_proj.weight', though"),
     ],
 )
@@ -294,6 +300,29 @@ def test_tensors_that_fit_nothing_are_refused_by_name(
     adapter = write(tmp_path / "lora", {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(CheckpointError, match=message):
         reader(base, adapter).read(f"{QUERY}.weight")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dtype": "F31"},
+        {"shape": [4, 32]},
+        {"shape": [-4, -64]},
+        {"data_offsets": [1, 1025]},
+        {"data_offsets": [512, 1024]},
+    ],
+)
+def test_a_damaged_header_of_the_right_size_is_refused(base: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
+    adapter = write(tmp_path / "lora", factors((QUERY, 64, 64)))
+    file = adapter / "adapter_model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[A] |= damage
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read .*download it again"):
+        Checkpoint.open(resolve(str(base)), adapter)
 
 
 def test_what_is_no_adapter_is_refused(base: Path, tmp_path: Path) -> None:

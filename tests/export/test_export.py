@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -340,6 +341,28 @@ def test_what_is_wrong_with_a_size_is_said(llama: Path, tmp_path: Path, setting:
         export(folder, tmp_path / "bundle")
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("num_hidden_layers", 4_000_000_000, "num_hidden_layers=4000000000; expected at most [0-9]+, since its files"),
+        (
+            "intermediate_size",
+            10**400,
+            "intermediate_size=10{39}; expected at most [0-9,]+, since its files hold no more",
+        ),
+        ("rms_norm_eps", -1.0, "rms_norm_eps=-1.0; expected a small number of at least 0"),
+        ("rms_norm_eps", math.nan, "rms_norm_eps=nan; expected a small number of at least 0"),
+        ("max_position_embeddings", 10, "has 10 positions; expected at least 74, which `paceline check` needs"),
+    ],
+)
+def test_numbers_that_no_model_can_be_built_from_are_named(
+    llama: Path, tmp_path: Path, setting: str, value: object, message: str
+) -> None:
+    folder = edited(llama, tmp_path / "m", "config.json", **{setting: value})
+    with pytest.raises(CheckpointError, match=message):
+        export(folder, tmp_path / "bundle")
+
+
 @pytest.mark.usefixtures("no_trace")
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json"]
@@ -374,6 +397,53 @@ def test_settings_of_a_wrong_type_are_refused_with_the_mend(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         export(edited(llama, tmp_path / "m", name, **changes), tmp_path / "bundle")
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said(llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "m"))
+    path = folder / "tokenizer.json"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as JSON"):
+        export(folder, tmp_path / "bundle")
+    path.write_bytes(json.dumps(json.loads(content) | {"model": {}}).encode())
+    with pytest.raises(CheckpointError, match=r"cannot read its tokenizer \(.*tokenizer\.json\)"):
+        export(folder, tmp_path / "bundle")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read its tokenizer: .* has no tokenizer\.json, take it from"):
+        export(folder, tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "nope"}, "nope"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "two"}},
+            "factor='two' in its rope_parameters",
+        ),
+    ],
+)
+def test_what_transformers_says_of_a_setting_is_passed_on(
+    llama: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        export(edited(llama, tmp_path / "m", "config.json", **changes), tmp_path / "bundle")
+    assert "attention" not in str(raised.value)
+
+
+def test_an_incomplete_checkpoint_is_told_from_one_of_another_architecture(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(llama, tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"is incomplete: it holds no tensor 'model\.layers\.1\.mlp\.up_proj"):
+        export(folder, tmp_path / "bundle")
+    save_file({f"x.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="do not belong to this architecture"):
+        export(folder, tmp_path / "bundle")
 
 
 def test_an_absurd_token_id_takes_no_memory(llama: Path, tmp_path: Path) -> None:
@@ -477,6 +547,21 @@ def test_an_exit_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_beyond_the_largest_size_is_told_with_the_option(llama: Path, tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from paceline_export.export import export_bundle; "
+        "from paceline_export.source import resolve; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+        "export_bundle(resolve(sys.argv[1]), None, Path(sys.argv[2]), precision='fp32', quality=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, llama, tmp_path / "bundle"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "PacelineError: A file of weights is larger than a file may be at" in done.stderr
+    assert "export again with --max-file-size, such as 2GB" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_short_write_on_a_full_disk_says_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*args: Any, **kwargs: Any) -> None:
         raise OSError("6144 requested and 0 written")  # numpy's error, without an errno
@@ -497,7 +582,9 @@ def test_a_disk_without_room_is_told_at_once(
     count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(llama).parameters())
     usage = shutil._ntuple_diskusage(9, 9, int(count * least) - 1)
     monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(PacelineError, match=r"too full for this bundle: it needs more than 0\.0 GB at"):
+    with pytest.raises(
+        PacelineError, match=r"too full for this bundle: it needs more than [0-9.]+ (MB|kB) at .* where [0-9.]+"
+    ):
         export(llama, tmp_path / "deep" / "bundle", precision=precision)
     assert not list(tmp_path.iterdir())
 

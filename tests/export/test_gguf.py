@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -94,6 +95,34 @@ def test_other_kinds_are_refused_before_the_trace(kind: Kind, tmp_path: Path, mo
     path = write(tmp_path / "m.gguf", tensors, {name: (blocks, kind)})
     with pytest.raises(CheckpointError, match=f"'{name}' in blocks of the type {kind.name}; expected one of F32"):
         export_bundle(resolve(str(path)), None, tmp_path / "bundle", precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 4_000_000_000, r"says qwen2\.block_count = 4,000,000,000, and it has 14 tensors"),
+        ("attention.head_count", 4_000_000_000, r"qwen2\.attention\.head_count = 4,000,000,000, .* 262 rows"),
+        ("feed_forward_length", 2**31, r"qwen2\.feed_forward_length = 2,147,483,648"),
+        ("attention.layer_norm_rms_epsilon", -1.0, "rms_norm_eps=-1.0; expected a small number"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "rms_norm_eps=nan; expected a small number"),
+    ],
+)
+def test_counts_that_the_tensors_cannot_have_are_refused(key: str, value: float, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", weights(tied=True), {})
+    content, name = path.read_bytes(), f"qwen2.{key}".encode()
+    at = content.index(name) + len(name) + 4
+    path.write_bytes(content[:at] + struct.pack("<f" if "epsilon" in key else "<I", value) + content[at + 4 :])
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(resolve(str(path)))
+
+
+@pytest.mark.parametrize("key", ["tokens", "merges", "model"])
+def test_a_tokenizer_that_lacks_a_part_is_named(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", weights(tied=True), {})
+    name = f"tokenizer.ggml.{key}".encode()
+    path.write_bytes(path.read_bytes().replace(name, b"x" * len(name), 1))
+    with pytest.raises(CheckpointError, match=rf"m\.gguf has no tokenizer\.ggml\.{key}: its tokenizer is missing"):
+        Checkpoint.open(resolve(str(path)))
 
 
 def test_a_file_without_tensors_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:

@@ -214,6 +214,21 @@ def test_windows_of_the_first_layers_are_cut_with_them(tmp_path: Path) -> None:
     assert check_bundle(Bundle.open(tmp_path / "bundle")).passed
 
 
+def test_a_changed_file_of_a_bundles_target_is_not_taken_over(
+    bundles: dict[str, Path], target: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(bundles["text"], tmp_path / "damaged"))
+    path = damaged / "target/model.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"damaged: target/model\.onnx\.data is damaged: its bytes are not those"):
+        export_bundle(
+            Bundle.open(damaged), resolve(str(target)), tmp_path / "b", draft_layers=1, precision="fp32", quality=False
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
 def test_a_bundles_target_gets_another_draft(bundles: dict[str, Path], target: Path, tmp_path: Path) -> None:
     ready = Bundle.open(bundles["text"])
     options: dict[str, Any] = {"precision": "fp32", "quality": False}

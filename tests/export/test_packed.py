@@ -185,6 +185,7 @@ MODULE = "model.layers.0.mlp.down_proj"  # [64, 160]
     ("part", "change", "message"),
     [
         ("qzeros", None, f"not '{MODULE}.qzeros'"),
+        ("qweight", None, f"is incomplete: it holds no tensor '{MODULE}.qweight', though it holds '{MODULE}.qzeros'"),
         ("qweight", lambda t: t[:-1], "parts that do not go together"),
         ("qweight", lambda t: t.to(torch.int64), "stored as I64: expected one of I32"),
         ("scales", lambda t: t[:-1], "parts that do not go together"),

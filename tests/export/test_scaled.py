@@ -32,6 +32,7 @@ def compressed(format: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 Stored = tuple[torch.Tensor, torch.Tensor]  # a weight and its scales
 
 
@@ -210,6 +211,15 @@ def test_experts_are_stacked_as_what_their_numbers_stand_for(tmp_path: Path) -> 
         (compressed("pack-quantized", num_bits=4), "format pack-quantized with 4 bits; expected float-quantized"),
         (compressed("nvfp4-pack-quantized", num_bits=4), "format nvfp4-pack-quantized"),
         (compressed("int-quantized", symmetric=False), "with zero points"),
+        (compressed("int-quantized", num_bits=[8]), r"num_bits in its quantization_config is \[8\]; expected a whole"),
+        (compressed("int-quantized", block_structure=5), "block_structure in its quantization_config is 5; expected"),
+        (compressed("int-quantized", block_structure=[[1], 2]), r"block_structure .* is \[\[1\], 2\]; expected two"),
+        (
+            COMPRESSED | {"config_groups": {"a": {"weights": "x"}}},
+            "weights in its .* is 'x'; expected settings by name",
+        ),
+        (COMPRESSED | {"config_groups": {"a": 1}}, "a in its quantization_config is 1; expected the settings"),
+        (COMPRESSED | {"config_groups": [1]}, r"config_groups in its quantization_config is \[1\]"),
         ({"quant_method": "compressed-tensors"}, "format None"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' in config.json"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "Expected gptq, awq, fp8, fbgemm_fp8 or compressed"),
@@ -229,6 +239,11 @@ NAME = "model.layers.0.self_attn.q_proj"
     ("changes", "message"),
     [
         ({"weight_scale_inv": None}, f"'{NAME}.weight' is stored in 8 bits .* with no tensor of scales"),
+        (
+            {"weight_scale_inv": torch.ones(2, 3, dtype=torch.uint8)},
+            r"weight_scale_inv' are stored as U8: expected one",
+        ),
+        ({"weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, r"weight_scale_inv' are stored as I32: expected"),
         ({"weight_scale": torch.ones(1)}, "with two tensors of scales"),
         ({"weight_scale_inv": torch.full((2, 3), float("inf"))}, f"scales of '{NAME}' hold NaN"),
         ({"weight_scale_inv": torch.ones(7)}, r"64 x 80 with scales of shape \(7,\)"),

@@ -271,7 +271,7 @@ def test_the_shortest_context_is_what_the_check_needs(invoke: Invoke, tmp_path: 
     assert invoke("check", tmp_path / "bundle").exit_code == 0
 
 
-@pytest.mark.parametrize("draft", ["self:0", "self:", "self:x", "self:-1"])
+@pytest.mark.parametrize("draft", ["self:0", "self:", "self:x", "self:-1", "self:٢"])
 def test_own_layers_are_a_number(invoke: Invoke, seen: Seen, tmp_path: Path, draft: str) -> None:
     result = invoke("export", "--target", "big", "--draft", draft, "-o", tmp_path / "b")
     assert result.exit_code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.theory import best_num_draft_tokens, tokens_per_round
 from paceline_export.export import export_bundle
 from paceline_export.source import resolve
 from paceline_tools.benchmark.measurement import Measurement
-from paceline_tools.recommend import judge
+from paceline_tools.recommend import _further, judge
 
 from .conftest import Invoke, run_paceline
 
@@ -145,12 +146,31 @@ def test_what_cannot_be_compared_is_refused(invoke: Invoke, folder: Path, tiny_b
         ((folder / "self", "--draft-precision", "fp32"), "--draft-precision is for drafts of --draft"),
         ((folder / "self", "--draft", "self:x"), "--draft self:x: a number of layers of at least 1"),
         ((folder / "self", "--draft", "self:3"), "the target has 3 layers; choose from self:1 to self:2"),
-        ((folder / "self", "--draft", "self:1"), "where .* got its target from, target, is not known any more"),
     ):
         result = invoke("recommend", *arguments, *PROMPTS)
         assert result.exit_code == 2
         assert re.search(message, " ".join(result.stderr.split()))
         assert "measure" not in result.stderr  # said before anything is run
+
+
+def test_own_layers_come_from_the_folder_that_the_target_came_from(
+    invoke: Invoke, folder: Path, tmp_path: Path, prompts: None
+) -> None:
+    bundle = Bundle.open(folder / "self")
+    source, layers = _further(bundle, "self:1", None)
+    assert source.folder.samefile(folder / "target")
+    assert layers == 1
+    moved = Path(shutil.copytree(folder / "self", tmp_path / "elsewhere" / "self"))
+    for message in ("there is none of this name in this folder. Run this", "and other weights are in"):
+        result = invoke("recommend", moved, "--draft", "self:1", *PROMPTS)
+        assert result.exit_code == 2
+        said = " ".join(result.stderr.split())
+        assert message in said
+        assert "paceline export --target PATH/target --draft self:1 -o NEW, and name NEW as DIR" in said
+        shutil.copytree(folder / "draft", "target", dirs_exist_ok=True)
+    shutil.rmtree("target")
+    shutil.copytree(folder / "target", "target")
+    assert _further(Bundle.open(moved), "self:1", None)[0].folder.samefile("target")
 
 
 @pytest.mark.parametrize("method", ["intersection", pytest.param("text", marks=pytest.mark.slow)])

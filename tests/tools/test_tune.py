@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,31 @@ def test_the_tables_of_a_tiny_pair(tiny_bundle: Path, cache_home: Path, tmp_path
     assert "warm up" in done.stderr
     assert paceline.load(tiny_bundle, profile=output).costs is not None
     assert os.listdir(tmp_path) == ["profile.json"]
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_profile_that_cannot_be_written_is_printed_all_the_same(
+    tiny_bundle: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    code = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)); "
+        "runpy.run_module('paceline_tools', run_name='__main__')"
+    )
+    path = tmp_path / "p.json"
+    arguments = ["tune", str(tiny_bundle), "--repeats", "3", "-o", str(path), *options]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert done.returncode == 1
+    assert f"{path} cannot be written (File too large), so the measurements are only printed" in done.stderr
+    assert not list(tmp_path.iterdir())
+    if options:
+        printed = json.loads(done.stdout)
+        assert printed["path"] is None
+        assert printed["profile"]["target_pass"]
+    else:
+        assert "target, 1 row " in done.stdout
+        assert "Stored in" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def own_layers(draft: str | None) -> int | None:
     if draft is None or not draft.startswith("self:"):
         return None
     count = draft.removeprefix("self:")
-    if not count.isdecimal() or int(count) < 1:
+    if not (count.isascii() and count.isdecimal()) or len(count) > 9 or int(count) < 1:
         raise click.UsageError(f"--draft {draft}: a number of layers of at least 1 is expected, such as self:8.")
     return int(count)
 

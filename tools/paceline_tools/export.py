@@ -149,12 +149,12 @@ def command(
         draft = None
 
     from paceline_export.export import check_arguments, export_bundle
-    from paceline_export.parity import PREFILL, SINGLE, VERIFY
+    from paceline_export.parity import SHORTEST
     from paceline_export.source import resolve
 
-    if max_length is not None and max_length < (shortest := PREFILL + SINGLE + VERIFY + 1):
+    if max_length is not None and max_length < SHORTEST:
         raise click.UsageError(
-            f"--max-length must be at least {shortest} positions, which `paceline check` needs to compare the bundle "
+            f"--max-length must be at least {SHORTEST} positions, which `paceline check` needs to compare the bundle "
             f"with torch; got {max_length}."
         )
 

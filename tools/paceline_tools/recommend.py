@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ import paceline
 from paceline import Bundle, SamplingParams
 from paceline.bundle import Manifest
 from paceline.decoder import DEFAULT_VERIFICATION
-from paceline.errors import InvalidInputError
+from paceline.errors import CheckpointError, InvalidInputError
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 
 from .arguments import CACHE_DIR, FOLDER, SOURCE, NumberRange, own_layers, provider_option, raw_option, threads_option
@@ -278,12 +278,43 @@ def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> tuple[Any, i
             )
         entry = bundle.manifest.target.source
         if entry.kind not in ("recipe", "hub"):
-            raise InvalidInputError(
-                f"--draft {draft}: where {bundle.root} got its target from, {entry.name}, is not known any more. "
-                f"Export it: paceline export --target {entry.name} --draft {draft}, and name that bundle as DIR."
-            )
+            return _local_source(bundle, draft), layers
         source = entry.name
     return resolve(source, cache_dir=cache_dir, progress=False), layers
+
+
+def _local_source(bundle: Bundle, draft: str) -> Any:
+    """The checkpoint on this disk that a bundle's target came from: of its name, and with its weights.
+
+    The manifest keeps a name and a hash, no path. The current folder is looked into, and the one that the bundle is in.
+
+    Raises:
+        InvalidInputError: it is in neither.
+    """
+    from paceline_export.source import resolve
+
+    entry = bundle.manifest.target.source
+    places = dict.fromkeys(
+        folder.resolve() / Path(entry.name).name for folder in (Path(), bundle.root.resolve().parent)
+    )
+    others = []
+    for place in places:
+        if place.exists():
+            with suppress(CheckpointError):  # another folder of this name
+                found = resolve(str(place))
+                if found.sha256() == entry.sha256:
+                    return found
+            others.append(str(place))
+    raise InvalidInputError(
+        f"--draft {draft} needs the checkpoint that the target of {bundle.root} came from, {entry.name}, and "
+        + (
+            f"other weights are in {' and '.join(others)}. "
+            if others
+            else "there is none of this name in this folder. "
+        )
+        + f"Run this command in the folder that {entry.name} is in, or export the draft yourself: paceline export "
+        f"--target PATH/{entry.name} --draft {draft} -o NEW, and name NEW as DIR."
+    )
 
 
 def _exported(

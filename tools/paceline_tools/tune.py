@@ -132,13 +132,24 @@ def command(
         steps(spreads),
     )
     path = output or default_folder() / setup.file_name
-    profile.write(path)
+    failed: OSError | None = None
+    try:
+        profile.write(path)
+    except OSError as error:  # what was measured is printed all the same
+        failed = error
     if as_json:
         predictions = list(_predictions(profile)) if profile.draft_step else []
-        click.echo(json.dumps({"path": str(path), "profile": asdict(profile), "predictions": predictions}))
-        return
-    click.echo(_text(profile, time.perf_counter() - started))
-    click.echo(f"\nStored in {path}.")
+        stored = None if failed else str(path)
+        click.echo(json.dumps({"path": stored, "profile": asdict(profile), "predictions": predictions}))
+    else:
+        click.echo(_text(profile, time.perf_counter() - started))
+    if failed:
+        raise click.ClickException(
+            f"{path} cannot be written ({failed.strerror or failed}), so the measurements are only printed. Name "
+            "another file with -o."
+        ) from failed
+    if not as_json:
+        click.echo(f"\nStored in {path}.")
 
 
 def own_model(decoder: paceline.SpeculativeDecoder) -> _Model | None:

@@ -22,9 +22,10 @@ import torch
 
 from paceline.errors import CheckpointError
 
-__all__ = ["SCALED_KINDS", "SCALE_NAMES", "Scaling", "unscaled"]
+__all__ = ["SCALED_KINDS", "SCALE_KINDS", "SCALE_NAMES", "Scaling", "unscaled"]
 
 SCALED_KINDS = ("F8_E4M3", "F8_E5M2", "I8")  # as Safetensors names them
+SCALE_KINDS = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 # Formats of compressed-tensors whose weights are one number of 8 bits each.
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
@@ -96,7 +97,7 @@ def unscaled(module: str, weight: torch.Tensor, scale: torch.Tensor, block: tupl
     )
 
 
-def _block(name: str, size: Any) -> tuple[int, int] | None:
+def _block(name: str, size: Any, setting: str = "weight_block_size") -> tuple[int, int] | None:
     if size is None:
         return None
     if (
@@ -105,7 +106,7 @@ def _block(name: str, size: Any) -> tuple[int, int] | None:
         or not all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in size)
     ):
         raise CheckpointError(
-            f"{name}: weight_block_size in its quantization_config is {size!r:.40}; expected two positive numbers, "
+            f"{name}: {setting} in its quantization_config is {size!r:.40}; expected two positive numbers, "
             "rows and columns."
         )
     return size[0], size[1]
@@ -113,12 +114,16 @@ def _block(name: str, size: Any) -> tuple[int, int] | None:
 
 def _compressed_block(name: str, settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """The one size of blocks that the groups of a compressed-tensors configuration have, if they have blocks."""
-    groups = settings.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [group["weights"] for group in groups if isinstance(group, Mapping) and group.get("weights")]
-    formats = {str(group.get("format") or settings.get("format")) for group in groups if isinstance(group, Mapping)}
-    formats = formats or {str(settings.get("format"))}
-    bits = {weight.get("num_bits") for weight in weights if isinstance(weight, Mapping)}
+    groups = _setting(name, settings, "config_groups", Mapping, "groups by name") or {}
+    whole = _setting(name, settings, "format", str, "a text")
+    weights, formats = [], set()
+    for key in groups:
+        group = _setting(name, groups, key, Mapping, "the settings of a group") or {}
+        formats.add(str(_setting(name, group, "format", str, "a text") or whole))
+        if of_weights := _setting(name, group, "weights", Mapping, "settings by name"):
+            weights.append(of_weights)
+    formats = formats or {str(whole)}
+    bits = {_setting(name, weight, "num_bits", int, "a whole number") for weight in weights}
     if not formats <= set(_FORMATS) or not bits <= {8}:
         raise CheckpointError(
             f"{name}: its weights are quantised by compressed-tensors in the format {', '.join(sorted(formats))} with "
@@ -130,7 +135,19 @@ def _compressed_block(name: str, settings: Mapping[str, Any]) -> tuple[int, int]
             f"{name}: its weights are quantised by compressed-tensors with zero points; expected symmetric ones. "
             "Export another checkpoint of this model."
         )
-    blocks = {tuple(weight["block_structure"]) for weight in weights if weight.get("block_structure")}
+    blocks = {_block(name, size, "block_structure") for weight in weights if (size := weight.get("block_structure"))}
     if len(blocks) > 1:
         raise CheckpointError(f"{name}: its weights are quantised in blocks of several sizes; expected one.")
-    return _block(name, list(blocks.pop())) if blocks else None
+    return blocks.pop() if blocks else None
+
+
+def _setting(name: str, settings: Mapping[str, Any], key: str, kind: type, expected: str) -> Any:
+    """A setting of a `quantization_config`, None where it is not given.
+
+    Raises:
+        CheckpointError: it is of another type.
+    """
+    value = settings.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise CheckpointError(f"{name}: {key} in its quantization_config is {value!r:.40}; expected {expected}.")
+    return value
