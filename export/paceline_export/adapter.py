@@ -34,8 +34,8 @@ from paceline.errors import CheckpointError
 from .weights import FLOAT_KINDS, check_safetensors, read_json
 
 if TYPE_CHECKING:
-    from .checkpoint import WeightReader
     from .quantize.packed import PackedWeight
+    from .weight_reader import WeightReader
 
 __all__ = ["AdaptedReader", "Adapter", "Change"]
 

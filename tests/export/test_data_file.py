@@ -82,7 +82,7 @@ def test_weights_in_many_files_are_the_model(llama: Path, tmp_path: Path, monkey
         InvalidInputError, match="max_file_size must be at least 1,000,000 bytes, which is 1 MB; got 20,000"
     ):
         export_bundle(resolve(str(llama)), None, tmp_path / "bundle", max_file_size=20_000)
-    monkeypatch.setattr("paceline_export.export._LEAST_FILE", 1)
+    monkeypatch.setattr("paceline_export.arguments._LEAST_FILE", 1)
     source = resolve(str(llama))
     export_bundle(source, source, tmp_path / "bundle", precision="fp32", quality=False, max_file_size=20_000)
     bundle = Bundle.open(tmp_path / "bundle", verify_hashes=True)
@@ -111,7 +111,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
         return store(model, *args, **(options | {"on_weight": look}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("paceline_export.export.store_weights", store_watched)
+    monkeypatch.setattr("paceline_export.one_model.store_weights", store_watched)
     return models
 
 

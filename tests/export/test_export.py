@@ -27,9 +27,9 @@ from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.errors import BundleError, CheckpointError, InvalidInputError, PacelineError
 from paceline.ort import OrtModel
 from paceline.testing import ScriptedDrafter
-from paceline_export import parity
+from paceline_export import parity, tokenizer_files
 from paceline_export.checkpoint import Checkpoint
-from paceline_export.export import ExportReport, _end_tokens, export_bundle
+from paceline_export.export import ExportReport, export_bundle
 from paceline_export.pair import token_texts
 from paceline_export.parity import check_bundle, reference_model
 from paceline_export.source import resolve
@@ -458,7 +458,7 @@ def test_an_absurd_token_id_takes_no_memory(llama: Path, tmp_path: Path) -> None
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
     checkpoint = Checkpoint.open(resolve(str(folder)))
-    return _end_tokens(checkpoint, token_texts(checkpoint.tokenizer))
+    return tokenizer_files.end_tokens(checkpoint, token_texts(checkpoint.tokenizer))
 
 
 def test_a_text_ends_where_the_settings_say_and_by_names_only_without_any(tmp_path: Path) -> None:
@@ -529,7 +529,7 @@ def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: py
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("paceline_export.export.ir.save", full)
+    monkeypatch.setattr("paceline_export.one_model.ir.save", full)
     with pytest.raises(PacelineError, match="disk is full"):
         export(llama, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())
@@ -541,7 +541,7 @@ def test_an_exit_leaves_nothing(llama: Path, tmp_path: Path, monkeypatch: pytest
     def ended(*args: Any, **kwargs: Any) -> None:
         sys.exit(143)
 
-    monkeypatch.setattr("paceline_export.export.ir.save", ended)
+    monkeypatch.setattr("paceline_export.one_model.ir.save", ended)
     with pytest.raises(SystemExit):
         export(llama, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())
@@ -566,7 +566,7 @@ def test_a_short_write_on_a_full_disk_says_so(llama: Path, tmp_path: Path, monke
     def short(*args: Any, **kwargs: Any) -> None:
         raise OSError("6144 requested and 0 written")  # numpy's error, without an errno
 
-    monkeypatch.setattr("paceline_export.export.ir.save", short)
+    monkeypatch.setattr("paceline_export.one_model.ir.save", short)
     free = iter([1 << 30, 0])  # when it begins, and when it fails
     usage = shutil._ntuple_diskusage
     monkeypatch.setattr("paceline_export.export.shutil.disk_usage", lambda path: usage(9, 9, next(free)))
@@ -612,11 +612,11 @@ def test_a_killed_export_leaves_no_bundle_and_a_rerun_succeeds(llama: Path, tmp_
         import paceline_export.export as export
         from paceline_export.source import resolve
         from pathlib import Path
-        write = export._write_tokenizer
+        write = export.write_tokenizer
         def killed(*args):
             write(*args)
             os.kill(os.getpid(), signal.SIGKILL)
-        export._write_tokenizer = killed
+        export.write_tokenizer = killed
         export.export_bundle(resolve({str(llama)!r}), None, Path({str(tmp_path / "bundle")!r}), precision="fp32")
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -17,10 +17,12 @@ from paceline.bundle import Bundle
 from paceline.errors import CheckpointError
 from paceline.tokenizer import Tokenizer
 from paceline_export.causal_lm import check_architecture
-from paceline_export.checkpoint import _GGUF_KINDS, Checkpoint, WeightReader
+from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import export_bundle
+from paceline_export.gguf_reader import GGUF_KINDS
 from paceline_export.parity import check_bundle
 from paceline_export.source import resolve
+from paceline_export.weight_reader import WeightReader
 
 # Largest error of a value, as a share of the largest one, of the kinds that gguf can write.
 WRITABLE = {
@@ -82,7 +84,7 @@ def test_blocks_that_transformers_reads_are_read_alike(kind: int, name: str, tmp
 
 def test_every_kind_is_either_compared_or_refused() -> None:
     compared = {kind.name for kind in WRITABLE} | {Kind(kind).name for kind in dequant.GGML_BLOCK}
-    assert compared == set(_GGUF_KINDS)
+    assert compared == set(GGUF_KINDS)
 
 
 @pytest.mark.parametrize("kind", [Kind.NVFP4, Kind.F64, Kind.I8], ids=lambda kind: kind.name)

@@ -19,10 +19,11 @@ from tiny import sizes, tiny_checkpoint
 from paceline.bundle import Bundle
 from paceline.errors import CheckpointError, InvalidInputError
 from paceline_export.causal_lm import check_architecture
-from paceline_export.checkpoint import Checkpoint, WeightReader
+from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import export_bundle
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.source import resolve
+from paceline_export.weight_reader import WeightReader
 
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
 GPTQ_V2 = GPTQ | {"checkpoint_format": "gptq_v2"}

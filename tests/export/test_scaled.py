@@ -17,10 +17,11 @@ from tiny import sizes, tiny_checkpoint
 from paceline.bundle import Bundle
 from paceline.errors import CheckpointError
 from paceline_export.causal_lm import check_architecture
-from paceline_export.checkpoint import Checkpoint, WeightReader
+from paceline_export.checkpoint import Checkpoint
 from paceline_export.export import export_bundle
 from paceline_export.parity import check_bundle, stored_weights
 from paceline_export.source import resolve
+from paceline_export.weight_reader import WeightReader
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}

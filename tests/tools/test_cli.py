@@ -278,10 +278,10 @@ def test_the_group_has_no_command_beyond_its_table() -> None:
 def test_sigterm_clears_away_what_an_export_was_writing(tmp_path: Path) -> None:
     export = f"""
 import os, pathlib, signal
-from paceline_export import export, source
+from paceline_export import export, partial_folder, source
 source.resolve = lambda *args, **options: None
 def work(*args, **options):
-    with export._partial_folder(pathlib.Path({str(tmp_path / "bundle")!r}), overwrite=False) as folder:
+    with partial_folder.partial_folder(pathlib.Path({str(tmp_path / "bundle")!r}), overwrite=False) as folder:
         (folder / "model.onnx").write_text("half")
         os.kill(os.getpid(), signal.SIGTERM)
 export.export_bundle = work

@@ -19,9 +19,9 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
-from paceline_export.checkpoint import WeightReader
 from paceline_export.own_attention import OWN_ATTENTION, reference_attention
 from paceline_export.passes.weights import check_values
+from paceline_export.weight_reader import WeightReader
 
 __all__ = ["Layer", "LayerwiseModel", "NotLayerwiseError", "Product"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import CheckpointError
-from paceline_export.checkpoint import Checkpoint, WeightReader
+from paceline_export.checkpoint import Checkpoint
 from paceline_export.quantize.blockwise import Blockwise
+from paceline_export.weight_reader import WeightReader
 
 from .calibrate import LayerCalibration, Recipe
 from .layers import LayerwiseModel, NotLayerwiseError

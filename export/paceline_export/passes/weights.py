@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from paceline.errors import CheckpointError
-from paceline_export.checkpoint import WeightReader
 from paceline_export.flavors.flavor import WeightNodes
 from paceline_export.quantize import WeightFormat
 from paceline_export.quantize.blockwise import Blockwise
 from paceline_export.quantize.rows import quantize_rows_to_float8
+from paceline_export.weight_reader import WeightReader
 
 from .data_file import DataFile
 from .initializers import constant, initializer, replace

@@ -1,0 +1,198 @@
+"""Reads weights from the Safetensors files of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paceline.errors import CheckpointError
+
+from .conversion import Conversions
+from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
+from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
+from .weights import FLOAT_KINDS
+
+__all__ = ["SafetensorsReader"]
+
+
+@dataclass(slots=True)
+class SafetensorsReader:
+    """Reads from the safetensors files of a folder, mapping a file for as long as a tensor is read."""
+
+    files: tuple[Path, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    packing: Packing | None = None
+    scaling: Scaling | None = None
+    model: Any = None  # of transformers, without storage: says what parameters under other names are made of
+    _where: dict[str, Any] = field(init=False, default_factory=dict)
+    _paths: dict[str, Path] = field(init=False, default_factory=dict)
+    _conversions: Conversions | None = field(init=False, default=None)
+    _stack: ExitStack = field(init=False, default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            try:
+                handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error}). Copy or download it again in full.") from error
+            self._where.update(dict.fromkeys(handle.keys(), handle))
+            self._paths.update(dict.fromkeys(handle.keys(), path))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the parameter.
+
+        Raises:
+            CheckpointError: no file holds it, or not as a plain floating-point tensor, nor packed as `packing` says.
+        """
+        if self.packing is not None and (module := self._packed_module(name)) is not None:
+            shapes = {part: tuple(self._slice(stored).get_shape()) for part, stored in self._parts(module).items()}
+            return packed_shape(self.packing, module, shapes)
+        if (made := self._made(name)) is not None:
+            made_as, conversions = made
+            return tuple(
+                conversions.make(made_as, lambda stored: torch.empty(self._shape(stored), device="meta")).shape
+            )
+        return self._shape(self._stored_name(name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """The parameter as float32.
+
+        Raises:
+            CheckpointError: no file holds it.
+        """
+        if (packed := self.packed(name)) is not None:
+            return unpacked(packed)
+        if (made := self._made(name)) is not None:
+            made_as, conversions = made
+            return conversions.make(made_as, self._read)
+        return self._read(self._stored_name(name))
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """The parameter's own levels, zero points and scales, or None where they are not what the checkpoint holds.
+
+        Raises:
+            CheckpointError: they cannot be expressed.
+        """
+        if self.packing is None or (module := self._packed_module(name)) is None:
+            return None
+        parts = self._parts(module)
+        return repack(self.packing, module, {part: self._tensor(stored) for part, stored in parts.items()})
+
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        """Shape of a stored tensor, which is of floating-point numbers, or of others with scales."""
+        tensor = self._slice(stored)
+        shape = tuple(tensor.get_shape())
+        scaled = self._scale_name(stored) is not None
+        if not scaled and tensor.get_dtype() not in FLOAT_KINDS:
+            raise CheckpointError(
+                f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(FLOAT_KINDS)}. "
+                "Quantised weights have scales, which would be lost; export the unquantised checkpoint, or a GGUF file."
+            )
+        if scaled and len(shape) != 2:
+            raise CheckpointError(
+                f"The tensor {stored!r} is stored in 8 bits with the shape {shape}; expected rows and columns. Export "
+                "the unquantised checkpoint of this model, or a GGUF file."
+            )
+        return shape
+
+    def _read(self, stored: str) -> torch.Tensor:
+        """A stored tensor as float32, times its scales where it has some."""
+        if self.scaling is not None and (scale := self._scale_name(stored)) is not None:
+            module = stored.removesuffix(".weight")
+            return unscaled(module, self._tensor(stored), self._tensor(scale), self.scaling.block)
+        return self._tensor(stored).to(torch.float32)
+
+    def _tensor(self, stored: str) -> torch.Tensor:
+        """A tensor as it is stored, over a mapping of its own that ends with it.
+
+        Pages of one mapping for all tensors would count as this process's memory until the last one is read.
+        """
+        with safe_open(str(self._paths[stored]), framework="pt") as handle:
+            tensor: torch.Tensor = handle.get_tensor(stored)
+            return tensor
+
+    def _scale_name(self, stored: str) -> str | None:
+        """The stored name of the scales of a weight of 8 bits; None for a weight that is no such."""
+        module = stored.removesuffix(".weight")
+        if self.scaling is None or module == stored or self._slice(stored).get_dtype() not in SCALED_KINDS:
+            return None
+        found = [name for part in SCALE_NAMES if (name := f"{module}.{part}") in self._where]
+        if len(found) == 1:
+            if (kind := self._slice(found[0]).get_dtype()) not in SCALE_KINDS:
+                raise CheckpointError(
+                    f"The scales {found[0]!r} are stored as {kind}: expected one of {', '.join(SCALE_KINDS)}. Whole "
+                    "numbers may stand for powers of two, and nothing says so; export another checkpoint of this model."
+                )
+            return found[0]
+        raise CheckpointError(
+            f"The tensor {stored!r} is stored in 8 bits ({self._slice(stored).get_dtype()}) with "
+            f"{'two tensors' if found else 'no tensor'} of scales; expected one of "
+            f"{', '.join(f'{module}.{part}' for part in SCALE_NAMES)}. The checkpoint is incomplete or of another kind."
+        )
+
+    def _packed_module(self, name: str) -> str | None:
+        module = name.removesuffix(".weight")
+        if module == name or f"{module}.qweight" not in self._where:
+            return None
+        if name in self._where:
+            raise CheckpointError(
+                f"The checkpoint holds {name!r} both plainly and quantised ('{module}.qweight'), so it does not say "
+                "which one counts; remove one of them."
+            )
+        return module
+
+    def _parts(self, module: str) -> dict[str, str]:
+        """The stored names of a packed projection's parts, each checked for its kind of numbers.
+
+        Raises:
+            CheckpointError: one of them holds others.
+        """
+        stored = {part: f"{module}.{part}" for part in PARTS if f"{module}.{part}" in self._where}
+        for part, name in stored.items():
+            kinds = FLOAT_KINDS if part == "scales" else ("I32", "I64") if part == "g_idx" else ("I32",)
+            if (dtype := self._slice(name).get_dtype()) not in kinds:
+                raise CheckpointError(
+                    f"The tensor {name!r} is stored as {dtype}: expected one of {', '.join(kinds)}. Such a packing is "
+                    "not supported; export another checkpoint of this model."
+                )
+        return stored
+
+    def _slice(self, stored: str) -> Any:
+        return self._where[stored].get_slice(stored)
+
+    def _made(self, name: str) -> tuple[str, Conversions] | None:
+        """The name to make a parameter under that no file holds as it is, and what makes it; None for others."""
+        names = (name, self.tied.get(name, name))
+        if self.model is None or any(each in self._where for each in names):
+            return None
+        if self._conversions is None:
+            scales = tuple(f".{part}" for part in SCALE_NAMES) if self.scaling is not None else ()
+            self._conversions = Conversions((key for key in self._where if not key.endswith(scales)), self.model)
+        conversions = self._conversions
+        return next(((each, conversions) for each in names if conversions.sources(each)), None)
+
+    def _stored_name(self, name: str) -> str:
+        for candidate in (name, self.tied.get(name, name)):
+            if candidate in self._where:
+                return candidate
+        module = name.removesuffix(".weight")
+        known = {parameter for parameter, _ in self.model.named_parameters()} if self.model is not None else set()
+        parts = [stored for part in PARTS if (stored := f"{module}.{part}") in self._where]
+        if parts or known & self._where.keys():
+            lacking = f"{module}.qweight" if parts else name
+            raise CheckpointError(
+                f"The checkpoint is incomplete: it holds no tensor {lacking!r}, though it holds "
+                f"{parts[0] if parts else min(known & self._where.keys())!r}. A file, or its entry in the index of "
+                "shards, is missing, or config.json is another model's: copy or download it again in full."
+            )
+        raise CheckpointError(
+            f"The checkpoint holds no tensor {name!r} (it holds {len(self._where)}, such as "
+            f"{next(iter(self._where), 'none')!r}); its files do not belong to this architecture, or paceline does not "
+            "support it."
+        )
