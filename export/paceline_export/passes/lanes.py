@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from paceline.errors import InvalidInputError
+
+from .initializers import constant
 
 __all__ = ["split_into_lanes"]
 
@@ -35,6 +38,7 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     nodes = [node for node in graph if node.op_type == _ATTENTION]
+    _fix_batch(model, inputs)
     _check(inputs, nodes)
     ids, wanted, logits = inputs["input_ids"], inputs["logits_indices"], graph.outputs[0]
     _clear_shapes(model)
@@ -81,6 +85,14 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
         graph.remove(node, safe=True)
     graph.inputs[:] = [ids, lane_rows, rows_in, rows_out, wanted, *(value for lane in own_inputs for value in lane)]
     graph.outputs[:] = [logits, *(value for lane in own_outputs for value in lane)]
+
+
+def _fix_batch(model: ir.Model, inputs: dict[str, ir.Value]) -> None:
+    """Where the number of texts is read off the shape of an input that goes, it is 1: that of the concatenated rows."""
+    for user, _ in tuple(inputs["seqlens_k"].uses()) if "seqlens_k" in inputs else ():
+        if user.op_type == "Shape":
+            user.outputs[0].replace_all_uses_with(constant(model, "lanes.batch", np.array([1], np.int64)))
+            model.graph.remove(user, safe=True)
 
 
 def _check(inputs: dict[str, ir.Value], nodes: Sequence[ir.Node]) -> None:

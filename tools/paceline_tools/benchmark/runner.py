@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline import Bundle, SamplingParams, SpeculativeDecoder
 from paceline.errors import InvalidInputError
+from paceline_tools.arguments import folder_name
 from paceline_tools.progress import stages
 
 from .crowds import Crowd, measure_crowds
@@ -155,7 +156,7 @@ def _labelled(folder: Path, beside: Sequence[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     first = Bundle.open(folder).manifest
     for path in beside:
-        label = path.resolve().name
+        label = folder_name(path)
         if label in found or path.resolve() == folder.resolve():
             raise InvalidInputError(f"--beside {path}: a bundle of this name is there already; take each once.")
         found[label] = path
