@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import onnx_ir as ir
 
-from paceline.bundle import MANIFEST_NAME, MOST_LANES, Bundle, FileEntry, LanesEntry, ModelEntry, file_sha256
+from paceline.bundle import MANIFEST_NAME, MOST_LANES, Bundle, FileEntry, LanesEntry, ModelEntry, write_whole
 from paceline.errors import InvalidInputError, PacelineError
 
-from .exchange import exchange
 from .passes.lanes import split_into_lanes
 
 __all__ = ["LanesReport", "add_lanes"]
@@ -61,13 +60,8 @@ def add_lanes(bundle: Bundle, max_batch: int) -> LanesReport:
     try:
         for which, content in graphs.items():
             path = str(PurePosixPath(models[which].path).with_name(f"lanes-{max_batch}.onnx"))
-            partial = bundle.root / f"{path}.partial-{os.getpid()}"
-            try:
-                partial.write_bytes(content)
-                files[path] = FileEntry(len(content), file_sha256(partial))
-                partial.replace(bundle.root / path)
-            finally:
-                partial.unlink(missing_ok=True)
+            write_whole(bundle.root / path, content)
+            files[path] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
             changed[which] = dataclasses.replace(models[which], lanes=LanesEntry(path, max_batch))
         gone = old - {entry.lanes.path for entry in changed.values() if entry.lanes is not None}
         new = dataclasses.replace(
@@ -76,7 +70,7 @@ def add_lanes(bundle: Bundle, max_batch: int) -> LanesReport:
             draft=changed.get("draft"),
             files={name: entry for name, entry in sorted(files.items()) if name not in gone},
         )
-        exchange(bundle.root / MANIFEST_NAME, new.to_json())
+        write_whole(bundle.root / MANIFEST_NAME, new.to_json())
     except OSError as error:
         raise PacelineError(
             f"{bundle.root} cannot be written to ({error.strerror or error}); mend its permissions, free some space, "

@@ -30,6 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from .errors import BundleError
+from .files import write_whole
 
 __all__ = [
     "FORMAT_VERSION",
@@ -55,6 +56,7 @@ __all__ = [
     "build_dataclass",
     "check_safe_path",
     "file_sha256",
+    "write_whole",
 ]
 
 FORMAT_VERSION = 1

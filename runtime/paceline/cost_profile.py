@@ -22,6 +22,7 @@ from .bundle import MANIFEST_NAME, Bundle, build_dataclass
 from .costs import Costs, CostsByLength
 from .engines import INDEX_NAME
 from .errors import BundleError, InvalidInputError, ProfileError, shown
+from .files import write_whole
 
 __all__ = [
     "PROFILE_FORMAT",
@@ -131,12 +132,7 @@ class CostProfile:
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path) -> CostProfile:

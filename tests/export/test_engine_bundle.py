@@ -18,13 +18,13 @@ import pytest
 from paceline.bundle import Bundle, EngineEntry, EngineProfile, ModelEntry, SourceEntry, TensorSpec
 from paceline.engines import INDEX_NAME, read_index
 from paceline.errors import BundleError, InstallationError, InvalidInputError, PacelineError
+from paceline.files import write_whole
 from paceline_export.engine import build, store
 from paceline_export.engine.backends import BACKENDS, find_backend
 from paceline_export.engine.bundle import build_engines
 from paceline_export.engine.device import compute_capability, free_bytes
 from paceline_export.engine.profiles import ProfileRows, make_profiles
 from paceline_export.engine.store import EngineStore
-from paceline_export.exchange import exchange
 
 RTX = BACKENDS["tensorrt-rtx"]
 PAST = [f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
@@ -417,17 +417,17 @@ def test_engines_that_cannot_be_listed_are_removed(
         assert len(list(root.rglob("*.engine"))) == 2
         raise error
 
-    monkeypatch.setattr(store, "exchange", fail)
+    monkeypatch.setattr(store, "write_whole", fail)
     with pytest.raises(PacelineError if isinstance(error, OSError) else KeyboardInterrupt):
         put(bundle, engine(bundle), b"second", out)
     assert sorted(root.rglob("*")) == before
     monkeypatch.undo()
 
     def late(path: Path, text: str) -> None:
-        exchange(path, text)
+        write_whole(path, text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "exchange", late)
+    monkeypatch.setattr(store, "write_whole", late)
     with pytest.raises(KeyboardInterrupt):
         put(bundle, engine(bundle), b"third", out)
     (listed,) = read_index(root).engines if own else Bundle.open(root).manifest.engines

@@ -11,10 +11,10 @@ import click
 
 import paceline
 from paceline.errors import InvalidInputError
+from paceline.files import write_whole
 from paceline.tokenizer import Tokenizer
 
 from .arguments import FOLDER, OUTPUT_FILE, DraftTokens, engines_option, provider_option, threads_option
-from .files import write_whole
 from .measure import Comparison, compare, machine
 from .progress import stages
 from .tables import number, percent, table

@@ -27,13 +27,13 @@ from paceline.cuda_array import CudaArray
 from paceline.cuda_graph import CudaGraph
 from paceline.device_array import DeviceArray, on_host
 from paceline.errors import PacelineError
+from paceline.files import write_whole
 from paceline.ort import OrtModel
 from paceline.providers import PROVIDERS, find_provider
 from paceline.trt import TrtKVCache, TrtModel
 from paceline.trt_engine import Engine
 
 from .arguments import OUTPUT_FILE
-from .files import write_whole
 from .invariants import Difference, tolerance_of
 from .measure import compare, machine
 from .proof import prove

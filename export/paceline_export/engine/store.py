@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, Manifest, file_sha256
+from paceline.bundle import MANIFEST_NAME, Bundle, EngineEntry, FileEntry, Manifest, file_sha256, write_whole
 from paceline.engines import INDEX_NAME, EngineIndex, read_index
 from paceline.errors import InvalidInputError, PacelineError
-from paceline_export.exchange import exchange
 
 __all__ = ["EngineStore"]
 
@@ -109,10 +108,10 @@ class EngineStore:
                     partial.replace(self._root / entries[0].path)
                 if manifest is None:
                     index = EngineIndex(engines, files)
-                    exchange(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
+                    write_whole(self._root / INDEX_NAME, json.dumps(dataclasses.asdict(index), indent=1) + "\n")
                 else:
                     changed = dataclasses.replace(manifest, engines=engines, files=files)
-                    exchange(self._root / MANIFEST_NAME, changed.to_json())
+                    write_whole(self._root / MANIFEST_NAME, changed.to_json())
             except BaseException:
                 kept = self._listed()[2]  # Ctrl-C may have come after the exchange
                 for entry in new:
