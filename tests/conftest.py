@@ -115,5 +115,15 @@ def tiny_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny bundle that the test may damage."""
+    """A copy of the tiny bundle that the test may damage, or change."""
     return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def lanes_bundle(damaged: Path) -> Path:
+    """A copy of the tiny bundle, with graphs for three texts, that the test may change."""
+    from paceline.bundle import Bundle
+    from paceline_export.lanes import add_lanes
+
+    add_lanes(Bundle.open(damaged), 3)
+    return damaged

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ BY_POSITION = (
     *("gpt2", "gpt-bigcode", "opt", "falcon-rw", "mpt", "bloom"),
     *("gpt-neox", "gpt-j", "gpt-oss", "llama, heads of 24", "phi", "stablelm", "glm 4", "hunyuan"),
 )
-
-
-@pytest.fixture
-def lanes_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    path = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    add_lanes(Bundle.open(path), LANES)
-    return path
 
 
 @pytest.mark.parametrize(

@@ -279,8 +279,10 @@ def test_a_strand_hands_questions_answers_and_errors_over() -> None:
     strand = Strand("test")
 
     def task() -> str:
+        here = Strand.current()
+        assert here is strand
         try:
-            return f"{Strand.current().ask('first')} {Strand.current().ask('second')}"  # type: ignore[union-attr]
+            return f"{here.ask('first')} {here.ask('second')}"
         except InvalidInputError as error:
             return f"caught {error}"
 

@@ -49,14 +49,6 @@ def models(bundle: Path) -> tuple[LanesModel, OrtModel]:
     return LanesModel.open(opened, "target", max_batch=LANES), OrtModel.open(opened, "target")
 
 
-@pytest.fixture
-def lanes_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny bundle, with graphs for three texts, that the test may change."""
-    path = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    add_lanes(Bundle.open(path), LANES)
-    return path
-
-
 class Twin:
     """A text that is fed in a lane and, by itself, to the usual graph; both must say the same."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import uvicorn
 
 import paceline
 from paceline import AsyncEngine, SpeculativeDecoder
+from paceline.testing import TableModel
 from paceline_server import Limits, Served
 from paceline_server.keys import ApiKeys
 from paceline_server.record import Journal
@@ -25,6 +28,8 @@ from paceline_server.server import Address, configuration
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 MODEL = "tiny"
+TEXT = "/v1/completions"
+ADDRESS = Address(port=0, drain_s=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def running(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     journals: Sequence[Journal] = (),
     send_buffer: int | None = None,
-    address: Address = Address(port=0, drain_s=5),  # noqa: B008 - frozen
+    address: Address = ADDRESS,
     **engine: Any,
 ) -> Iterator[Running]:
     served = Served(decoder, AsyncEngine(**engine), MODEL, limits)
@@ -96,3 +101,52 @@ def server(decoder: SpeculativeDecoder) -> Iterator[Running]:
     """A server with usual limits."""
     with running(decoder, limits=Limits(new_tokens=100), kv_budget=1 << 24) as server:
         yield server
+
+
+class SlowModel(TableModel):
+    """A table whose forwards wait until the test lets them go on, and are slow then; it never ends a text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        logits = np.random.default_rng(0).standard_normal((vocab_size, vocab_size))
+        logits[:, 256:] = -np.inf
+        super().__init__(logits, max_length=4096)
+        self.gate = threading.Event()
+        self.num_forwards = 0
+        self.most_caches = 0
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.num_forwards += 1
+        self.most_caches = max(self.most_caches, len(self.live_caches))
+        assert self.gate.wait(60)
+        time.sleep(0.001)  # so that thousands of tokens outlast what a busy machine needs to notice that a client left
+        return super().forward(*args, **options)
+
+
+@pytest.fixture
+def slow(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """A decoder with the tiny pair's tokenizer and a model that waits."""
+    model = SlowModel(decoder.vocab_size)
+    return SpeculativeDecoder(model, None, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
+
+
+def gate(decoder: SpeculativeDecoder) -> SlowModel:
+    assert isinstance(decoder.target, SlowModel)
+    return decoder.target
+
+
+def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True, **options: int) -> socket.socket:
+    """A client that asks for a text, and reads it or not."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": max_tokens, "stream": stream} | options).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.settimeout(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read is soon noticed
+    connection.connect((host, int(port)))
+    connection.sendall(head + body)
+    return connection
+
+
+def wait_for(server: Running, **wanted: int) -> None:
+    """Until the engine's figures are these."""
+    server.wait_for(lambda: all(getattr(server.served.engine.stats, name) == value for name, value in wanted.items()))

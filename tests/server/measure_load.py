@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import openai
 
@@ -304,6 +304,16 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str
     return figures, held
 
 
+def conclude(figures: dict[str, Any], held: dict[str, bool]) -> NoReturn:
+    """Print what was seen and what holds, and end with 1 where something does not."""
+    for name, value in figures.items():
+        print(f"{name:<30} {value}")
+    for name, holds in held.items():
+        print(f"{'holds' if holds else 'FAILS'}  {name}")
+    print(json.dumps({"figures": figures, "held": held}))
+    sys.exit(not all(held.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
@@ -312,13 +322,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="Of each text.")
     parser.add_argument("--vanish", type=int, default=500, help="Clients that connect and vanish.")
     parser.add_argument("--slow", type=int, default=20, help="Clients that hardly read.")
-    figures, held = asyncio.run(measure(parser.parse_args()))
-    for name, value in figures.items():
-        print(f"{name:<30} {value}")
-    for name, holds in held.items():
-        print(f"{'holds' if holds else 'FAILS'}  {name}")
-    print(json.dumps({"figures": figures, "held": held}))
-    sys.exit(not all(held.values()))
+    conclude(*asyncio.run(measure(parser.parse_args())))
 
 
 if __name__ == "__main__":

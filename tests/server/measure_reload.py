@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
-import sys
 import time
 from typing import Any
 
 import openai
 
-from .measure_load import Seen, Server, ask, idle_after, library_texts
+from .measure_load import Seen, Server, ask, conclude, idle_after, library_texts
 
 
 async def loaded_anew(server: Server) -> None:
@@ -103,13 +101,7 @@ def main() -> None:
     parser.add_argument("--reloads", type=int, default=5)
     parser.add_argument("--pause", type=float, default=5, help="Seconds between two of them.")
     parser.add_argument("--tokens", type=int, default=32, help="Of each text.")
-    figures, held = asyncio.run(measure(parser.parse_args()))
-    for name, value in figures.items():
-        print(f"{name:<30} {value}")
-    for name, holds in held.items():
-        print(f"{'holds' if holds else 'FAILS'}  {name}")
-    print(json.dumps({"figures": figures, "held": held}))
-    sys.exit(not all(held.values()))
+    conclude(*asyncio.run(measure(parser.parse_args())))
 
 
 if __name__ == "__main__":

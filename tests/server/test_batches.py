@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from .conftest import running
 PROMPTS = ("the cat", "a much longer prompt, of other words", "x")
 
 
-def test_texts_that_share_passes_are_the_librarys(tiny_bundle: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(tiny_bundle, tmp_path / "bundle")
-    add_lanes(Bundle.open(path), 4)
-    decoder, alone = (paceline.load(path, profile=None, max_batch=max_batch) for max_batch in (4, 1))
+def test_texts_that_share_passes_are_the_librarys(damaged: Path) -> None:
+    add_lanes(Bundle.open(damaged), 4)
+    decoder, alone = (paceline.load(damaged, profile=None, max_batch=max_batch) for max_batch in (4, 1))
 
     def ask(prompt: str) -> Any:
         body = {"prompt": prompt, "max_tokens": 30, "min_tokens": 30, "n": 4, "seed": 7, "temperature": 0.7}
@@ -37,7 +35,7 @@ def test_texts_that_share_passes_are_the_librarys(tiny_bundle: Path, tmp_path: P
             list(generation)
             assert choice["text"] == generation.text
     passes, texts = (
-        float(re.search(rf"^paceline_shared_{name}_total (\S+)$", figures, re.MULTILINE)[1])  # type: ignore[index]
+        float(re.findall(rf"^paceline_shared_{name}_total (\S+)$", figures, re.MULTILINE)[0])
         for name in ("passes", "texts")
     )
     assert 0 < passes < texts

@@ -3,86 +3,26 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.testing import TableModel
 from paceline_server import Limits
 from paceline_server.api_error import ApiError
 from paceline_server.keys import ApiKeys
 
-from .conftest import MODEL, Running, running
+from .conftest import TEXT, Running, gate, open_stream, running, wait_for
 
 CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-
-
-class SlowModel(TableModel):
-    """A table whose forwards wait until the test lets them go on, and are slow then; it never ends a text."""
-
-    def __init__(self, vocab_size: int) -> None:
-        logits = np.random.default_rng(0).standard_normal((vocab_size, vocab_size))
-        logits[:, 256:] = -np.inf
-        super().__init__(logits, max_length=4096)
-        self.gate = threading.Event()
-        self.num_forwards = 0
-        self.most_caches = 0
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        self.num_forwards += 1
-        self.most_caches = max(self.most_caches, len(self.live_caches))
-        assert self.gate.wait(60)
-        time.sleep(0.001)  # so that thousands of tokens outlast what a busy machine needs to notice that a client left
-        return super().forward(*args, **options)
-
-
-@pytest.fixture
-def slow(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """A decoder with the tiny pair's tokenizer and a model that waits."""
-    model = SlowModel(decoder.vocab_size)
-    return SpeculativeDecoder(model, None, decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-
-
-def gate(decoder: SpeculativeDecoder) -> SlowModel:
-    assert isinstance(decoder.target, SlowModel)
-    return decoder.target
-
-
-def open_stream(server: Running, max_tokens: int = 3000, stream: bool = True, **options: int) -> socket.socket:
-    """A client that asks for a text, and reads it or not."""
-    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": max_tokens, "stream": stream} | options).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.socket()
-    connection.settimeout(20)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read is soon noticed
-    connection.connect((host, int(port)))
-    connection.sendall(head + body)
-    return connection
-
-
-def wait_for(server: Running, **wanted: int) -> None:
-    until = time.monotonic() + 30
-    while any(getattr(server.served.engine.stats, name) != value for name, value in wanted.items()):
-        assert time.monotonic() < until, server.served.engine.stats
-        time.sleep(0.005)
 
 
 def wait_for_requests(server: Running, wanted: int) -> None:
     """Until so many run or wait: how many of them run is a matter of when they came."""
-    until = time.monotonic() + 30
-    while (stats := server.served.engine.stats).running + stats.waiting != wanted:
-        assert time.monotonic() < until, stats
-        time.sleep(0.005)
+    server.wait_for(lambda: (stats := server.served.engine.stats).running + stats.waiting == wanted)
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_again(slow: SpeculativeDecoder) -> None:

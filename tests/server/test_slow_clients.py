@@ -15,8 +15,7 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline_server import Limits
 
-from .conftest import MODEL, Running, running
-from .test_limits import TEXT, gate, open_stream, slow, wait_for  # noqa: F401 - a fixture among them
+from .conftest import MODEL, TEXT, Running, gate, open_stream, running, wait_for
 
 
 @contextlib.contextmanager
@@ -84,7 +83,7 @@ def test_a_head_that_is_too_long_is_400(server: Running) -> None:
     assert server.get("/health", headers={"x-long": "x" * 50_000}).status_code == 200
 
 
-def test_whoever_waits_for_an_answer_is_not_impatient(slow: SpeculativeDecoder) -> None:  # noqa: F811
+def test_whoever_waits_for_an_answer_is_not_impatient(slow: SpeculativeDecoder) -> None:
     with running(slow, limits=Limits(client_s=1)) as server:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
         body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
@@ -121,7 +120,7 @@ def test_a_body_that_is_too_slow_is_408(decoder: SpeculativeDecoder) -> None:
         assert rest(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_stream_that_nobody_reads_ends(slow: SpeculativeDecoder) -> None:  # noqa: F811
+def test_a_stream_that_nobody_reads_ends(slow: SpeculativeDecoder) -> None:
     with running(slow, limits=Limits(client_s=0.3), send_buffer=4096) as server:
         gate(slow).gate.set()
         with open_stream(server, max_tokens=4000, logprobs=20):  # soon more than the buffers between hold
@@ -129,7 +128,7 @@ def test_a_stream_that_nobody_reads_ends(slow: SpeculativeDecoder) -> None:  # n
         server.wait_until_idle()
 
 
-def test_a_whole_answer_that_nobody_reads_is_dropped(slow: SpeculativeDecoder) -> None:  # noqa: F811
+def test_a_whole_answer_that_nobody_reads_is_dropped(slow: SpeculativeDecoder) -> None:
     """More than the buffers between hold: without an end to it, it would stay in the server's memory."""
     with running(slow, limits=Limits(client_s=0.5, new_tokens=4096), send_buffer=4096) as server:
         gate(slow).gate.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,38 +12,33 @@ from paceline.bundle import Bundle
 from .conftest import Invoke
 
 
-@pytest.fixture
-def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-
-
-def test_graphs_are_added_and_told(invoke: Invoke, bundle: Path) -> None:
-    result = invoke("batch", bundle, "--max-batch", 3)
+def test_graphs_are_added_and_told(invoke: Invoke, damaged: Path) -> None:
+    result = invoke("batch", damaged, "--max-batch", 3)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"Added graphs for 3 texts in one pass to {bundle} in ")
-    assert f"`paceline serve {bundle} --max-batch 3`" in result.stdout
-    manifest = Bundle.open(bundle, verify_hashes=True).manifest
+    assert result.stdout.startswith(f"Added graphs for 3 texts in one pass to {damaged} in ")
+    assert f"`paceline serve {damaged} --max-batch 3`" in result.stdout
+    manifest = Bundle.open(damaged, verify_hashes=True).manifest
     assert manifest.draft is not None
     assert [model.lanes.count for model in (manifest.target, manifest.draft) if model.lanes] == [3, 3]
-    told = invoke("info", bundle)
+    told = invoke("info", damaged)
     assert told.exit_code == 0
     (line,) = [line for line in told.stdout.splitlines() if line.startswith("texts in one pass")]
     assert line.split()[-2:] == ["3", "3"]
 
 
-def test_json(invoke: Invoke, bundle: Path) -> None:
-    result = invoke("batch", bundle, "--json")
+def test_json(invoke: Invoke, damaged: Path) -> None:
+    result = invoke("batch", damaged, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["max_batch"] == 4
     assert document["graphs"] == {
-        which: Bundle.open(bundle).manifest.files[f"{which}/lanes-4.onnx"].size for which in ("target", "draft")
+        which: Bundle.open(damaged).manifest.files[f"{which}/lanes-4.onnx"].size for which in ("target", "draft")
     }
 
 
 @pytest.mark.parametrize("bad", ["1", "65", "x"])
-def test_bad_numbers(invoke: Invoke, bundle: Path, bad: str) -> None:
-    result = invoke("batch", bundle, "--max-batch", bad)
+def test_bad_numbers(invoke: Invoke, damaged: Path, bad: str) -> None:
+    result = invoke("batch", damaged, "--max-batch", bad)
     assert result.exit_code == 2
     assert "--max-batch" in result.stderr
 
@@ -61,8 +55,8 @@ def test_engines_are_built_otherwise(invoke: Invoke, tiny_engines: Path) -> None
     assert "`paceline build --max-batch`" in result.stderr
 
 
-def test_a_server_says_what_its_bundle_lacks(invoke: Invoke, bundle: Path) -> None:
-    result = invoke("serve", bundle, "--max-batch", 2)
+def test_a_server_says_what_its_bundle_lacks(invoke: Invoke, damaged: Path) -> None:
+    result = invoke("serve", damaged, "--max-batch", 2)
     assert result.exit_code == 2
-    assert f"add one with `paceline batch {bundle} --max-batch 2`" in result.stderr
+    assert f"add one with `paceline batch {damaged} --max-batch 2`" in result.stderr
     assert "--max-batch 2: the target's graph" in result.stderr

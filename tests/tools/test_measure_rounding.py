@@ -23,9 +23,9 @@ from .measure_rounding import input_scales, logits, main, round_inputs
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8")
     checkpoint = tiny_checkpoint(folder / "model", LlamaConfig(**sizes()))
-    options = {"flavor": "trt", "precision": "fp8", "max_length": 128, "quality": False}
-    export_bundle(resolve(str(checkpoint)), None, folder / "bundle", **options)  # type: ignore[arg-type]
-    return folder / "bundle"
+    source, path = resolve(str(checkpoint)), folder / "bundle"
+    export_bundle(source, None, path, flavor="trt", precision="fp8", max_length=128, quality=False)
+    return path
 
 
 def test_scales_are_those_of_the_graph(bundle: Path) -> None:
