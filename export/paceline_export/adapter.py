@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers.pytorch_utils import Conv1D
 
 from paceline.bundle import file_sha256
 from paceline.errors import CheckpointError
 
+from .safetensors_reader import opened
 from .weights import FLOAT_KINDS, check_safetensors, read_json
 
 if TYPE_CHECKING:
@@ -118,12 +118,10 @@ class Adapter:
                 )
             )
         check_safetensors(file)
-        try:
-            with safe_open(str(file), framework="pt") as handle:
-                shapes = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
-                kinds = {key: handle.get_slice(key).get_dtype() for key in shapes}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}). Copy or download it again in full.") from error
+        with opened(file) as handle:
+            slices = {key: handle.get_slice(key) for key in list(handle.keys())}
+            shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+            kinds = {key: part.get_dtype() for key, part in slices.items()}
         if odd := [f"{key} ({kind})" for key, kind in kinds.items() if kind not in FLOAT_KINDS]:
             raise CheckpointError(f"{file} holds tensors that are no plain floating-point ones: {', '.join(odd[:3])}.")
         return cls(folder.resolve().name, file, _changes(folder, settings, shapes), shapes)
@@ -145,7 +143,7 @@ class Adapter:
     def tensors(self, change: Change) -> dict[str, torch.Tensor]:
         """The float32 tensors of a change by the names of its fields."""
         parts = {part: getattr(change, part) for part in ("a", "b", "magnitude", "whole")}
-        with safe_open(str(self.file), framework="pt") as handle:
+        with opened(self.file) as handle:
             found = {part: handle.get_tensor(key).to(torch.float32) for part, key in parts.items() if key is not None}
         for part, tensor in found.items():
             if not torch.isfinite(tensor).all():

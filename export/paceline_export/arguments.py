@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from paceline.bundle import (
-    MANIFEST_NAME,
-    Bundle,
-)
+from paceline.bundle import MANIFEST_NAME, Bundle
 from paceline.errors import InvalidInputError
 
 from .flavors import find_flavor

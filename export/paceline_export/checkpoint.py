@@ -34,7 +34,7 @@ from .source import Source
 from .weight_reader import WeightReader
 from .weights import read_json
 
-__all__ = ["Checkpoint", "WeightReader"]
+__all__ = ["Checkpoint"]
 
 
 def _tokenizer_part(source: Source) -> str:

@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import (
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from paceline.errors import CheckpointError
 

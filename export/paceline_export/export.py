@@ -25,7 +25,7 @@ from paceline.bundle import (
 )
 from paceline.errors import BundleError, CheckpointError, InvalidInputError
 
-from .arguments import CALIBRATIONS, check_arguments, check_ready
+from .arguments import check_arguments, check_ready
 from .causal_lm import Trace, trace
 from .checkpoint import Checkpoint
 from .draft_vocab import useful_ids
@@ -42,7 +42,7 @@ from .sampler.build import write_sampler
 from .source import Source
 from .tokenizer_files import tokenizer_entry, write_tokenizer
 
-__all__ = ["CALIBRATIONS", "ExportReport", "ModelReport", "check_arguments", "export_bundle"]
+__all__ = ["ExportReport", "ModelReport", "export_bundle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ def export_bundle(
         max_length: largest number of positions; None means the model's own, at most the flavour's
             `default_max_length`.
         block_size: values that share a scale in quantised projections.
-        calibration: of the target, one of `CALIBRATIONS`; None means `gptq` for int4 where the architecture permits
-            it, and `none` otherwise. The inputs of fp8 projections are looked at in any case.
+        calibration: of the target, one of `arguments.CALIBRATIONS`; None means `gptq` for int4 where the architecture
+            permits it, and `none` otherwise. The inputs of fp8 projections are looked at in any case.
         draft_calibration: of the draft; None means `none`.
         quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
             pool of ONNX Runtime, which a later `paceline.load` in the same process shares.

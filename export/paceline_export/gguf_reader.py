@@ -14,9 +14,7 @@ import numpy as np
 import tokenizers
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from paceline.errors import CheckpointError
 

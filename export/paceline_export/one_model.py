@@ -14,13 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 import paceline
-from paceline.bundle import (
-    AdapterEntry,
-    LogitIdsEntry,
-    ModelEntry,
-    SourceEntry,
-    TensorSpec,
-)
+from paceline.bundle import AdapterEntry, LogitIdsEntry, ModelEntry, SourceEntry, TensorSpec
 from paceline.errors import CheckpointError, PacelineError
 
 from .calibrate.calibrate import Recipe

@@ -65,19 +65,18 @@ def partial_folder(out: Path, overwrite: bool) -> Iterator[Path]:
             folder.rename(out)
     except OSError as error:
         free = shutil.disk_usage(out.parent).free
-        short = error.errno is None and "written" in str(error)  # as numpy says it
-        if error.errno == errno.EFBIG or (short and free >= 1 << 20):
+        is_full, is_unnamed = free < 1 << 20, error.errno is None  # numpy's "… written" of a short write has no number
+        if error.errno == errno.EFBIG or (is_unnamed and not is_full and "written" in str(error)):
             raise PacelineError(
                 f"A file of weights is larger than a file may be at {out.parent} (by its file system, such as FAT32, "
                 "or by `ulimit -f`). Nothing was kept; export again with --max-file-size, such as 2GB, or elsewhere."
             ) from error
-        short_write = error.errno is None and free < 1 << 20
-        if error.errno != errno.ENOSPC and not short_write:
-            raise
-        raise PacelineError(
-            f"The disk is full: {_amount(free)} are left at {out.parent}. Nothing was kept; free some space and "
-            "export again."
-        ) from error
+        if error.errno == errno.ENOSPC or (is_unnamed and is_full):
+            raise PacelineError(
+                f"The disk is full: {_amount(free)} are left at {out.parent}. Nothing was kept; free some space and "
+                "export again."
+            ) from error
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,21 @@ from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack,
 from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
 from .weights import FLOAT_KINDS
 
-__all__ = ["SafetensorsReader"]
+__all__ = ["SafetensorsReader", "opened"]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A Safetensors file, mapped, as `safetensors.safe_open` gives it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Copy or download it again in full.") from error
 
 
 @dataclass(slots=True)
@@ -37,10 +51,7 @@ class SafetensorsReader:
 
     def __post_init__(self) -> None:
         for path in self.files:
-            try:
-                handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}). Copy or download it again in full.") from error
+            handle = self._stack.enter_context(opened(path))
             self._where.update(dict.fromkeys(handle.keys(), handle))
             self._paths.update(dict.fromkeys(handle.keys(), path))
 
@@ -113,7 +124,7 @@ class SafetensorsReader:
 
         Pages of one mapping for all tensors would count as this process's memory until the last one is read.
         """
-        with safe_open(str(self._paths[stored]), framework="pt") as handle:
+        with opened(self._paths[stored]) as handle:
             tensor: torch.Tensor = handle.get_tensor(stored)
             return tensor
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline.bundle import (
-    TokenizerEntry,
-)
+from paceline.bundle import TokenizerEntry
 from paceline.errors import CheckpointError
 
 from .checkpoint import Checkpoint

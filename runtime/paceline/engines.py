@@ -5,15 +5,17 @@ A bundle's manifest lists its engines. In a folder of their own `engines.json` d
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .bundle import Bundle, EngineEntry, FileEntry, build_dataclass, check_safe_path, file_sha256
 from .errors import BundleError
 
-__all__ = ["INDEX_NAME", "EngineIndex", "build_command", "engine_fault", "find_engine", "read_index"]
+__all__ = ["INDEX_NAME", "EngineIndex", "build_command", "engine_fault", "find_engine", "read_index", "shared_log"]
 
 INDEX_NAME = "engines.json"
 
@@ -122,3 +124,23 @@ def engine_fault(root: Path, name: str, listed: FileEntry, *, verify_hash: bool 
     if verify_hash and (digest := file_sha256(path)) != listed.sha256:
         return f"the engine {name!r} has SHA-256 {digest}, expected {listed.sha256}."
     return ""
+
+
+@functools.cache
+def shared_log(trt: Any) -> Any:
+    """The logger of a process, whose `listeners`, functions of a severity and a message, hear what TensorRT says.
+
+    TensorRT keeps the first logger that it is given for ever and ignores every other one, so builds and runtimes share
+    this one.
+    """
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.listeners: list[Any] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            for listener in self.listeners:
+                listener(severity, message)
+
+    return Log()

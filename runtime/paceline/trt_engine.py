@@ -16,7 +16,7 @@ from .bundle import Bundle, EngineEntry, EngineProfile, ModelEntry
 from .cuda_array import CudaArray
 from .cuda_graph import CudaGraph
 from .device_array import DeviceArray
-from .engines import build_command, find_engine
+from .engines import build_command, find_engine, shared_log
 from .errors import BundleError, InstallationError, InvalidInputError, PacelineError
 from .providers import Provider
 
@@ -103,12 +103,12 @@ class Engine:
                 f"The {which}'s engine needs {needed} bytes of the GPU's memory, {free} are free: end what else uses "
                 "the GPU, or export the model with fewer bits."
             )
-        log = _logger(trt)
-        log.errors.clear()
+        errors = _errors(trt)
+        errors.clear()
         try:
-            runtime = trt.Runtime(log)
+            runtime = trt.Runtime(shared_log(trt))
         except TypeError as error:  # from the bindings, where TensorRT makes none; it says nothing of why
-            reasons = "; ".join(log.errors) or "it gives no reason"
+            reasons = "; ".join(errors) or "it gives no reason"
             raise InstallationError(
                 f"{row.name} {version} does not start: {reasons}. See whether the NVIDIA driver is new enough for it "
                 f"(nvidia-smi). {row.install}"
@@ -117,7 +117,7 @@ class Engine:
         if engine is None:
             raise BundleError(
                 f"{row.name} {version} cannot deserialise {path}: {_diagnosis(trt, runtime, content)}"
-                f"{'; '.join(log.errors) or 'no reason was given'}. Build it again: "
+                f"{'; '.join(errors) or 'no reason was given'}. Build it again: "
                 f"{build_command(bundle, row.name, sm, folder)}."
             )
         return cls(trt, runtime, engine, which, entry, model, row.device or "cpu")
@@ -201,8 +201,7 @@ class Engine:
 
     def _enqueue(self, shape: _Shape, arrays: Mapping[str, DeviceArray], stream: int) -> None:
         context = self._context(shape)
-        log = _logger(self._trt)
-        log.errors.clear()
+        _errors(self._trt).clear()
         for name, array in arrays.items():
             is_output = name == "logits" or name.startswith("present.")
             if not (is_output or context.set_input_shape(name, array.shape)):
@@ -242,7 +241,7 @@ class Engine:
             _log.warning("The %s's engine cannot be recorded; it runs without CUDA graphs, slower.", self._which)
 
     def _refusal(self, what: str) -> BundleError:
-        reasons = "; ".join(_logger(self._trt).errors) or "it gives no reason"
+        reasons = "; ".join(_errors(self._trt)) or "it gives no reason"
         return BundleError(f"{self.entry.backend} refuses {what} for the {self._which}'s engine: {reasons}.")
 
     def _check_tensors(self, model: ModelEntry) -> None:
@@ -295,18 +294,13 @@ def _diagnosis(trt: Any, runtime: Any, content: bytes) -> str:
 
 
 @functools.cache
-def _logger(trt: Any) -> Any:
-    """What a runtime talks to. TensorRT keeps the first logger of a process for ever, so there is one."""
+def _errors(trt: Any) -> collections.deque[str]:
+    """The last errors that TensorRT told."""
+    errors: collections.deque[str] = collections.deque(maxlen=8)
 
-    class Log(trt.ILogger):  # type: ignore[misc]
-        """Keeps the last errors."""
+    def listen(severity: Any, message: str) -> None:
+        if severity <= trt.ILogger.ERROR:
+            errors.append(" ".join(message.split()).rstrip("."))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: collections.deque[str] = collections.deque(maxlen=8)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self.errors.append(" ".join(message.split()).rstrip("."))
-
-    return Log()
+    shared_log(trt).listeners.append(listen)
+    return errors

@@ -22,10 +22,10 @@ from small_trt import LAYERS, small_profiles, write_small_graph
 from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle, EngineProfile
-from paceline.engines import find_engine, read_index
+from paceline.engines import find_engine, read_index, shared_log
 from paceline.errors import BuildError, InstallationError, InvalidInputError
 from paceline_export.engine.backends import BACKENDS
-from paceline_export.engine.build import Plan, _listeners, build_plan
+from paceline_export.engine.build import Messages, Plan, build_plan
 from paceline_export.engine.bundle import build_engines
 from paceline_export.engine.profiles import ProfileRows
 from paceline_export.export import export_bundle
@@ -161,7 +161,7 @@ def test_a_build_that_memory_does_not_suffice_for_says_what_is_free(
     trt = RTX.load()
 
     def build_serialized_network(builder: Any, network: Any, config: Any) -> None:
-        _listeners(trt)[0].log(trt.ILogger.ERROR, "[virtualMemoryBuffer.cpp] CUDA error 2: out of memory")
+        shared_log(trt).log(trt.ILogger.ERROR, "[virtualMemoryBuffer.cpp] CUDA error 2: out of memory")
 
     monkeypatch.setattr(trt.Builder, "build_serialized_network", build_serialized_network)
     message = (
@@ -209,7 +209,6 @@ def test_what_a_signals_handler_raises_ends_the_build(number: int, tmp_path: Pat
 
 
 def test_what_the_logger_raises_ends_the_build(tmp_path: Path) -> None:
-    log, _, _ = _listeners(RTX.load())
     graph = write_small_graph(tmp_path)
 
     class Broken(list[str]):
@@ -220,7 +219,7 @@ def test_what_the_logger_raises_ends_the_build(tmp_path: Path) -> None:
         self.errors, self.warnings, self.infos = [], [], Broken()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(log), "start", start)
+        patch.setattr(Messages, "start", start)
         with pytest.raises(KeyboardInterrupt):
             build(graph)
     assert build(graph).findings == ()

@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import pytest
 
+from paceline.engines import shared_log
 from paceline_export.sampler.draft import greedy_sampler, sampler
 from paceline_export.sampler.verify import block_verifier, deterministic_verifier, greedy_verifier, token_verifier
 
@@ -26,26 +27,29 @@ ROWS = (1, 5, 9)  # least, usual, most: K from 0 to 8
 INTEGERS = "binding."  # "Make sure input drafted has Int64 binding.": they have
 
 
-class Log(trt.ILogger):  # type: ignore[misc, name-defined]
-    """Keeps warnings and errors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def log(self, severity: Any, message: str) -> None:
-        if severity <= trt.ILogger.WARNING and not message.endswith(INTEGERS):
-            self.messages.append(message)
-
-
 def build(model: onnx.ModelProto, capability: str) -> list[str]:
-    """Build an engine and return what TensorRT had to complain about."""
-    log = Log()
+    """Build an engine and return the warnings and errors of TensorRT."""
+    said: list[str] = []
+
+    def listen(severity: Any, message: str) -> None:
+        if severity <= trt.ILogger.WARNING and not message.endswith(INTEGERS):
+            said.append(message)
+
+    log = shared_log(trt)
+    log.listeners.append(listen)
+    try:
+        plan = _build(model, capability, log)
+        return said if plan is not None else [*said, "no engine was built"]
+    finally:
+        log.listeners.remove(listen)
+
+
+def _build(model: onnx.ModelProto, capability: str, log: Any) -> Any:
     builder = trt.Builder(log)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, log)
     if not parser.parse(model.SerializeToString()):
-        return [str(parser.get_error(i)) for i in range(parser.num_errors)]
+        return None
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
     config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
@@ -57,8 +61,7 @@ def build(model: onnx.ModelProto, capability: str) -> list[str]:
                 tensor.name, *(tuple(rows if size == -1 else size for size in tensor.shape) for rows in ROWS)
             )
     config.add_optimization_profile(profile)
-    engine = builder.build_serialized_network(network, config)
-    return log.messages if engine is not None else [*log.messages, "no engine was built"]
+    return builder.build_serialized_network(network, config)
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from paceline import Generation, SamplingParams, Step
 from paceline.constraint import Constraint
 from paceline.engine import StepStream
-from paceline.errors import ContextLengthError, InvalidInputError
+from paceline.errors import ContextLengthError
 
 from .api_error import ApiError
 from .bodies import SamplingBody
@@ -181,12 +181,10 @@ class Texts:
         """
         before = [self._started] * len(self._streams)
         async with aclosing(_merged(self._streams)) as merged:
-            try:
+            with in_fields(self._body):  # some is seen only on the way, as a grammar that leads nowhere
                 async for index, step in merged:
                     self._observe(step, before, index)
                     yield index, step
-            except InvalidInputError as error:  # seen only on the way, as a grammar that leads nowhere
-                raise of_field(self._body, error) from error
 
     def _observe(self, step: Step, before: list[float], index: int) -> None:
         now = time.monotonic()

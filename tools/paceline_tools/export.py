@@ -148,7 +148,8 @@ def command(
     if draft_layers is not None:
         draft = None
 
-    from paceline_export.export import check_arguments, export_bundle
+    from paceline_export.arguments import check_arguments
+    from paceline_export.export import export_bundle
     from paceline_export.parity import SHORTEST
     from paceline_export.source import resolve
 

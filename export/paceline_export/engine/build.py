@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from paceline.bundle import EngineProfile
+from paceline.engines import shared_log
 from paceline.errors import BuildError, InstallationError, InvalidInputError
 from paceline_export.flavors.trt import IN_PIECES
 from paceline_export.passes.static_length import POSITIONS, set_static_length
@@ -113,7 +114,7 @@ def build_plan(
         builder = _builder(trt, log, backend)
         # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = trt.OnnxParser(network, log)
+        parser = trt.OnnxParser(network, shared_log(trt))
         parsed = parser.parse(ir.to_proto(model).SerializeToString(), str(graph))
     if not parsed:
         reasons = [str(parser.get_error(i)).strip() for i in range(parser.num_errors)]
@@ -172,7 +173,7 @@ def build_plan(
 def _builder(trt: Any, log: Any, backend: Backend) -> Any:
     """A builder. Where TensorRT makes none, its bindings raise a TypeError that says nothing of why."""
     try:
-        return trt.Builder(log)
+        return trt.Builder(shared_log(trt))
     except TypeError as error:
         driver = (
             ", and see whether the NVIDIA driver is new enough for it (nvidia-smi)" if backend.times_kernels else ""
@@ -246,34 +247,37 @@ def _figures(label: str, messages: Sequence[str]) -> list[int]:
     return [int(found[1]) for text in messages if (found := pattern.match(text))]
 
 
+class Messages:
+    """What TensorRT says, by how grave it is."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.infos: list[str] = []
+        self.details: list[str] = []
+
+    def add(self, severity: Any, message: str, severities: Any) -> None:
+        if severity <= severities.ERROR:
+            self.errors.append(message.strip())
+        elif severity == severities.WARNING:
+            self.warnings.append(message)
+        elif severity == severities.INFO:
+            self.infos.append(message)
+        elif message.startswith(("Layers:", "Name: ")):  # of many thousands
+            self.details.append(message)
+
+
 @functools.cache
-def _listeners(trt: Any) -> tuple[Any, Any, Interruption]:
-    """What a build talks to. TensorRT keeps the first logger of a process for ever, so there is one."""
+def _listeners(trt: Any) -> tuple[Messages, Any, Interruption]:
+    """What a build talks to: one in a process, as the logger is."""
     interruption = Interruption()
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        """Keeps what is said, by how grave it is."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.start()
-
-        def start(self) -> None:
-            self.errors: list[str] = []
-            self.warnings: list[str] = []
-            self.infos: list[str] = []
-            self.details: list[str] = []
-
-        @interruption.keep
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self.errors.append(message.strip())
-            elif severity == trt.ILogger.WARNING:
-                self.warnings.append(message)
-            elif severity == trt.ILogger.INFO:
-                self.infos.append(message)
-            elif message.startswith(("Layers:", "Name: ")):  # of many thousands
-                self.details.append(message)
+    messages = Messages()
+    shared_log(trt).listeners.append(
+        interruption.keep(lambda severity, message: messages.add(severity, message, trt.ILogger))
+    )
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         """Turns phases within phases into one share, and cancels the build after an interruption."""
@@ -313,4 +317,4 @@ def _listeners(trt: Any) -> tuple[Any, Any, Interruption]:
             if parent is None:
                 self.report(1.0)
 
-    return Log(), Monitor(), interruption
+    return messages, Monitor(), interruption
