@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from paceline.bundle import file_sha256
 from paceline.errors import CheckpointError
 
+from .layer_patterns import first_matches
 from .safetensors_reader import opened
 from .weights import FLOAT_KINDS, check_safetensors, read_json
 
@@ -240,6 +241,14 @@ class AdaptedReader:
         """The parameter in few bits, where the checkpoint holds it so and the adapter leaves it."""
         return None if name in self.adapter.changes else self.reader.packed(name)
 
+    def left_over(self) -> dict[str, str]:
+        """What of the checkpoint no parameter is made of.
+
+        Raises:
+            CheckpointError: its tied head is another one than its embedding.
+        """
+        return self.reader.left_over()
+
     def _made_for(self, name: str, change: Change) -> tuple[int, ...]:
         """The shape of the parameter that a change was made for."""
         shapes = self.adapter.shapes
@@ -283,13 +292,6 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
                 raise CheckpointError(
                     f"{folder / _CONFIG}: {setting} has {_shown(value)} for {pattern!r:.80}; expected a number."
                 )
-            try:
-                re.compile(_ends_with(pattern))
-            except (re.error, OverflowError, RecursionError) as error:
-                raise CheckpointError(
-                    f"{folder / _CONFIG}: {setting} names {pattern!r:.80}, which is no regular expression ({error}); "
-                    "expected the end of a layer's name."
-                ) from error
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -336,27 +338,30 @@ def _changes(folder: Path, settings: Mapping[str, Any], shapes: Mapping[str, tup
         raise CheckpointError(f"{folder / _WEIGHTS} holds no tensor.")
     for name, change in changes.items():
         _check_change(folder, name, change, shapes)
-        if change.a is not None:
-            rank = shapes[str(change.a)][0]
-            module = name.removesuffix(".weight")
-            if (stated := _setting(settings, "r", "rank_pattern", module)) != rank:
-                raise CheckpointError(
-                    f"{folder / _WEIGHTS}: the factors of {name!r} have rank {rank}, and {_CONFIG} says {stated:g} (r, "
-                    "or rank_pattern for this layer). They come from two trainings, and the scale of what is added "
-                    "depends on the rank: take both files from where the adapter came from."
-                )
-            alpha = _setting(settings, "lora_alpha", "alpha_pattern", module)
-            change.scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-            if not abs(change.scale) < _MOST_SCALE:
-                raise CheckpointError(
-                    f"{folder / _CONFIG}: lora_alpha of {name!r} is {alpha!r:.40}, so that what is added would be "
-                    f"multiplied by {change.scale:.3g}; expected less than {_MOST_SCALE:.0e}."
-                )
-            if settings.get("use_dora") and change.magnitude is None:
-                raise CheckpointError(
-                    f"{folder / _WEIGHTS} has no lora_magnitude_vector of {name!r}, though {_CONFIG} says use_dora. "
-                    "Copy or download it again in full, or save it again with peft's save_pretrained."
-                )
+    low_rank = [name for name, change in changes.items() if change.a is not None]
+    modules = [name.removesuffix(".weight") for name in low_rank]
+    ranks = _numbers(folder, settings, "r", "rank_pattern", modules)
+    alphas = _numbers(folder, settings, "lora_alpha", "alpha_pattern", modules)
+    for name, stated, alpha in zip(low_rank, ranks, alphas, strict=True):
+        change = changes[name]
+        rank = shapes[str(change.a)][0]
+        if stated != rank:
+            raise CheckpointError(
+                f"{folder / _WEIGHTS}: the factors of {name!r} have rank {rank}, and {_CONFIG} says {stated:g} (r, or "
+                "rank_pattern for this layer). They come from two trainings, and the scale of what is added depends on "
+                "the rank: take both files from where the adapter came from."
+            )
+        change.scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        if not abs(change.scale) < _MOST_SCALE:
+            raise CheckpointError(
+                f"{folder / _CONFIG}: lora_alpha of {name!r} is {alpha!r:.40}, so that what is added would be "
+                f"multiplied by {change.scale:.3g}; expected less than {_MOST_SCALE:.0e}."
+            )
+        if settings.get("use_dora") and change.magnitude is None:
+            raise CheckpointError(
+                f"{folder / _WEIGHTS} has no lora_magnitude_vector of {name!r}, though {_CONFIG} says use_dora. Copy "
+                "or download it again in full, or save it again with peft's save_pretrained."
+            )
     return changes
 
 
@@ -384,13 +389,15 @@ def _check_change(folder: Path, name: str, change: Change, shapes: Mapping[str, 
         )
 
 
-def _setting(settings: Mapping[str, Any], name: str, patterns: str, module: str) -> float:
-    """A number for a module; the first pattern that is the end of its name wins, as in peft's `get_pattern_key`."""
-    for pattern, value in (settings.get(patterns) or {}).items():
-        if re.match(_ends_with(pattern), module):
-            return float(value)
-    return float(settings[name])
+def _numbers(
+    folder: Path, settings: Mapping[str, Any], name: str, patterns: str, modules: Sequence[str]
+) -> list[float]:
+    """A number for each of some modules: that of the first pattern that is the end of its name, or the plain one.
 
-
-def _ends_with(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
+    Raises:
+        CheckpointError: a pattern that cannot be read.
+    """
+    stated: Mapping[str, float] = settings.get(patterns) or {}
+    values = list(stated.values())
+    found = first_matches(f"{folder / _CONFIG}: {patterns}", list(stated), modules)
+    return [float(settings[name] if index is None else values[index]) for index in found]

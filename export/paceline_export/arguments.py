@@ -10,12 +10,12 @@ from paceline.errors import InvalidInputError
 
 from .flavors import find_flavor
 from .other_tokenizer import METHODS
+from .quantize import CALIBRATIONS
 from .quantize.blockwise import BLOCK_SIZES
 from .source import Source
 
-__all__ = ["CALIBRATIONS", "check_arguments", "check_ready"]
+__all__ = ["check_arguments", "check_ready"]
 
-CALIBRATIONS = ("gptq", "none")
 _LEAST_FILE = 1_000_000  # bytes; with less, a large model would be thousands of files
 
 

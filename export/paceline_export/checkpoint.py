@@ -27,6 +27,7 @@ from paceline.errors import CheckpointError, InvalidInputError
 from .adapter import AdaptedReader, Adapter
 from .config_checks import check_against_weights, check_counts, check_sizes
 from .gguf_reader import GgufReader, drop_foreign_tokens, one_gguf_reader, open_gguf
+from .gguf_rotation import scale_rotation
 from .quantize.packed import Packing
 from .quantize.scaled import Scaling
 from .safetensors_reader import SafetensorsReader
@@ -37,29 +38,37 @@ from .weights import read_json
 __all__ = ["Checkpoint"]
 
 
-def _tokenizer_part(source: Source) -> str:
-    """What a checkpoint's tokenizer is read from, as a message calls it.
+def _check_gguf_tokenizer(source: Source) -> None:
+    """Check that a GGUF file holds what a tokenizer is made of.
 
     Raises:
-        CheckpointError: it is missing, or no JSON.
+        CheckpointError: a part is missing.
     """
-    if source.gguf_file:
-        fields = open_gguf(str(source.folder / source.gguf_file)).fields
-        kind = fields.get("tokenizer.ggml.model")
-        needed = ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
-        if kind is not None and bytes(kind.parts[-1]) == b"gpt2":
-            needed.append("tokenizer.ggml.merges")
-        if missing := [key for key in needed if key not in fields]:
-            raise CheckpointError(
-                f"{source.name} has no {' and no '.join(missing)}: its tokenizer is missing or incomplete. Take a GGUF "
-                "file that holds its vocabulary too."
-            )
-        return "its tokenizer"
+    fields = open_gguf(str(source.folder / str(source.gguf_file))).fields
+    kind = fields.get("tokenizer.ggml.model")
+    needed = ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
+    if kind is not None and bytes(kind.parts[-1]) == b"gpt2":
+        needed.append("tokenizer.ggml.merges")
+    if missing := [key for key in needed if key not in fields]:
+        raise CheckpointError(
+            f"{source.name} has no {' and no '.join(missing)}: its tokenizer is missing or incomplete. Take a GGUF "
+            "file that holds its vocabulary too."
+        )
+
+
+def _named_tokenizer(source: Source) -> str:
+    """A tokenizer that cannot be read, as a message calls it.
+
+    Raises:
+        CheckpointError: it is no JSON.
+    """
     path = source.folder / "tokenizer.json"
-    if path.is_file():
-        read_json(path)
-        return f"its tokenizer ({path})"
-    return f"its tokenizer: {source.folder} has no tokenizer.json, take it from where the checkpoint came from"
+    if source.gguf_file:
+        return "its tokenizer"
+    if not path.is_file():
+        return f"its tokenizer: {source.folder} has no tokenizer.json, take it from where the checkpoint came from"
+    read_json(path)
+    return f"its tokenizer ({path})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class Checkpoint:
     `packing` tells how projections are packed that the checkpoint holds quantised, and `scaling` how those are
     scaled that it holds in 8 bits; None where it holds none. `adapter` is merged into the weights as they are read.
     `has_tied_head` says that the checkpoint's LM head is its embedding table; an adapter may make two of them.
+    `cut` says that its files hold more layers than the configuration says.
     """
 
     source: Source
@@ -81,6 +91,7 @@ class Checkpoint:
     scaling: Scaling | None = None
     adapter: Adapter | None = None
     has_tied_head: bool = False
+    cut: bool = False
 
     @classmethod
     def open(cls, source: Source, adapter: Path | None = None) -> Checkpoint:
@@ -100,17 +111,20 @@ class Checkpoint:
             check_counts(source.name, stated_sizes.get)
             check_against_weights(source, stated_sizes)
         file = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        part = "this checkpoint"
+        config = None
         try:
             with one_gguf_reader():
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
-                part = _tokenizer_part(source)
+                if source.gguf_file:
+                    scale_rotation(config, source.folder / source.gguf_file)
+                    _check_gguf_tokenizer(source)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
                 if source.gguf_file:
                     drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)
         except CheckpointError:
             raise
         except Exception as error:  # its files may hold anything, and transformers may stumble over it anyhow
+            part = _named_tokenizer(source) if config is not None else "this checkpoint"
             hint = "; a size in its configuration is probably 0" if isinstance(error, ArithmeticError) else ""
             raise CheckpointError(f"{source.name}: transformers cannot read {part}: {error}{hint}") from error
         packing = scaling = None
@@ -199,7 +213,7 @@ class Checkpoint:
             config.max_window_layers = min(window, count)
         source = dataclasses.replace(self.source, name=f"{self.source.name}, first {count} of {whole} layers")
         adapter = self.adapter.first_layers(count) if self.adapter is not None else None
-        return dataclasses.replace(self, source=source, config=config, adapter=adapter)
+        return dataclasses.replace(self, source=source, config=config, adapter=adapter, cut=True)
 
     def weights(self, model: torch.nn.Module) -> WeightReader:
         """A reader for the parameters of `model`, which needs no storage of its own."""

@@ -31,10 +31,12 @@ class Conversions:
         renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._names: dict[str, str] = {}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         parameters = model.state_dict()
         for name in sorted(stored, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            self._names[name] = target
             targets = [target]
             if pattern is not None:  # one tensor may become several parameters
                 first, *others = self._converters[pattern].target_patterns
@@ -45,6 +47,10 @@ class Conversions:
     def sources(self, name: str) -> list[str]:
         """Names of the stored tensors that a parameter is made of; empty where there are none."""
         return [source for source, _ in self._sources.get(name, [])]
+
+    def names(self, stored: Iterable[str]) -> dict[str, str]:
+        """The model's names for stored tensors, by those."""
+        return {name: self._names.get(name, name) for name in stored}
 
     def make(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The parameter, made of what `read` gives for its sources: tensors, or such without storage."""

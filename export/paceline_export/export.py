@@ -6,7 +6,9 @@ import hashlib
 import resource
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +28,14 @@ from paceline.bundle import (
 from paceline.errors import BundleError, CheckpointError, InvalidInputError
 
 from .arguments import check_arguments, check_ready
-from .causal_lm import Trace, trace
 from .checkpoint import Checkpoint
 from .draft_vocab import useful_ids
-from .flavors import Flavor, find_flavor
-from .one_model import SHELF, OnProgress, check_weights, export_model, notes_on, run_model_layers, stored_format
+from .flavors import find_flavor
+from .one_model import SHELF, ModelExport, OnProgress, export_model, notes_on, run_model_layers
 from .other_tokenizer import DEFAULT_METHOD, OtherTokenizer
 from .pair import check_widths, token_texts, tokenizer_difference
 from .parity import SHORTEST
 from .partial_folder import check_room, partial_folder
-from .passes.weights import check_projections
-from .quantize import WeightFormat
 from .rotation import fixed_positions
 from .sampler.build import write_sampler
 from .source import Source
@@ -115,7 +114,7 @@ def export_bundle(
         max_length: largest number of positions; None means the model's own, at most the flavour's
             `default_max_length`.
         block_size: values that share a scale in quantised projections.
-        calibration: of the target, one of `arguments.CALIBRATIONS`; None means `gptq` for int4 where the architecture
+        calibration: of the target, one of `quantize.CALIBRATIONS`; None means `gptq` for int4 where the architecture
             permits it, and `none` otherwise. The inputs of fp8 projections are looked at in any case.
         draft_calibration: of the draft; None means `none`.
         quality: compare the target as stored with the full-precision model on held-out texts. This makes the thread
@@ -157,143 +156,105 @@ def export_bundle(
         overwrite=overwrite,
     )
     out = Path(out)
-    made_for = find_flavor(flavor)
-    precisions = {"target": precision, "draft": draft_precision or precision}
-    calibrations = {"target": calibration, "draft": draft_calibration or "none"}
     report = on_progress or (lambda stage, done: None)
 
     report("read configurations and tokenizers", 0.0)
     smaller = Checkpoint.open(draft, draft_adapter) if draft is not None else None
-    checkpoints = {
-        "target": Checkpoint.of_bundle(target, smaller)
-        if isinstance(target, Bundle)
-        else Checkpoint.open(target, adapter)
-    }
-    check_widths(checkpoints["target"])
+    larger = Checkpoint.of_bundle(target, smaller) if isinstance(target, Bundle) else Checkpoint.open(target, adapter)
+    check_widths(larger)
     if draft_layers is not None:
-        smaller = (smaller or checkpoints["target"]).first_layers(draft_layers)
-    difference: str | None = None
-    if smaller is not None:
-        checkpoints["draft"] = smaller
-        difference = tokenizer_difference(checkpoints["target"], smaller)
+        smaller = (smaller or larger).first_layers(draft_layers)
+    difference = tokenizer_difference(larger, smaller) if smaller is not None else None
     if draft_method is not None and difference is None:
         raise InvalidInputError(
             f"draft_method={draft_method!r} is for a draft with another tokenizer than the target's, and this one has "
             "the same; leave it out."
         )
-    # What is exported; a target that is ready is taken over.
-    exported = {which: checkpoint for which, checkpoint in checkpoints.items() if which == "draft" or ready is None}
-    for which, checkpoint in exported.items():
-        if checkpoint.packing is not None:
-            stored = made_for.weight_format(precisions[which])
-            checkpoint.packing.check_precision(checkpoint.source.name, precisions[which], stored)
-            if calibrations[which] == "gptq":
-                raise InvalidInputError(
-                    f"{checkpoint.source.name} is quantised already, and its numbers are kept: there is nothing to "
-                    "calibrate; leave the calibration out."
-                )
-    tokenizers = {which: tokenizer_entry(checkpoint) for which, checkpoint in checkpoints.items()}
-    if ready is not None:
-        tokenizers["target"] = ready.manifest.tokenizer
-    other = None
-    if difference is not None:
-        both = tokenizers["target"], tokenizers["draft"]
-        other = OtherTokenizer.between(
-            checkpoints["target"], checkpoints["draft"], both, draft_method or DEFAULT_METHOD
+    asked = partial(ModelExport, flavor=find_flavor(flavor), block_size=block_size, max_file_size=max_file_size)
+    models: list[ModelExport] = []  # what is exported; a target that is ready is taken over
+    if ready is None:
+        length = _max_length(larger, max_length, flavor)
+        models.append(
+            asked("target", larger, precision=precision, max_length=length, calibration=calibration, quality=quality)
         )
-    logit_ids = None
-    if "draft" in checkpoints:
-        logit_ids = _logit_ids(checkpoints["draft"], tokenizers["draft"].eos_token_ids, draft_vocab, other)
-    lengths = {
-        which: _max_length(checkpoint, max_length, which, made_for, other) for which, checkpoint in exported.items()
-    }
-
-    formats = {
-        which: stored_format(checkpoint, which, made_for, precisions[which]) for which, checkpoint in exported.items()
-    }
-
-    checked = {which: check_weights(checkpoint, lengths[which]) for which, checkpoint in exported.items()}
-    weights = {which: count for which, (_, count) in checked.items()}
+    tokenizer = ready.manifest.tokenizer if ready is not None else tokenizer_entry(larger)
+    other = logit_ids = None
+    if smaller is not None:
+        entry = tokenizer_entry(smaller)
+        if difference is not None:
+            other = OtherTokenizer.between(larger, smaller, (tokenizer, entry), draft_method or DEFAULT_METHOD)
+        logit_ids = _logit_ids(smaller, entry.eos_token_ids, draft_vocab, other)
+        models.append(
+            asked(
+                "draft",
+                smaller,
+                precision=draft_precision or precision,
+                max_length=_max_draft_length(smaller, max_length, flavor, other),
+                calibration=draft_calibration or "none",
+                quality=False,
+                logit_ids=logit_ids,
+            )
+        )
+    checked = [(model, model.check_weights()) for model in models]
+    taken = _taken_files(ready) if ready is not None else {}
     check_room(
         out,
         sum(
-            count * _least_bits(checkpoints[which], formats[which]) // 8
-            for which, count in weights.items()
-            if which == "target" or logit_ids is None  # what a cut head saves is left open
+            weights.count * model.least_bits // 8
+            for model, weights in checked
+            if model.logit_ids is None  # what a cut head saves is left open
         )
-        + sum(entry.size for entry in (_taken_files(ready).values() if ready is not None else ())),
+        + sum(file.size for file in taken.values()),
     )
-    traces: dict[str, Trace] = {}
-    for which, checkpoint in exported.items():  # before what takes long: it tells what cannot be expressed
-        report(f"{which}: trace", 0.02 + 0.02 * len(traces))
-        made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
-        made_for.finish(made.model)
-        if checkpoint.packing is None:
-            check_projections(made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention)
-        traces[which] = made
-    done, whole = 0.06, sum(weights.values())
+    traced = []
+    for model, weights in checked:  # before what takes long
+        report(f"{model.which}: trace", 0.02 + 0.02 * len(traced))
+        traced.append((model, weights, model.trace()))
+    done, whole = 0.06, sum(weights.count for _, weights in checked)
     entries: dict[str, ModelEntry] = {}
-    notes: dict[str, tuple[str, ...]] = {}
-    layers_seconds: dict[str, float] = {}
+    reports: list[ModelReport] = []
     with partial_folder(out, overwrite) as folder:
-        files: dict[str, FileEntry] = {}
         if ready is not None:
-            files, entries["target"] = _take_over(ready, folder), ready.manifest.target
-        for which, checkpoint in exported.items():
-            share = 0.91 * weights[which] / whole
+            _take_over(ready, taken, folder)
+            entries["target"] = ready.manifest.target
+        for model, weights, trace in traced:
+            share = 0.91 * weights.count / whole
 
-            def within(stage: str, part: float, which: str = which, done: float = done, share: float = share) -> None:
+            def within(
+                stage: str, part: float, which: str = model.which, done: float = done, share: float = share
+            ) -> None:
                 report(f"{which}: {stage}", done + share * part)
 
-            passed, found, layers_seconds[which] = run_model_layers(
-                checkpoint,
-                checked[which][0],
-                folder,
-                made_for,
-                formats[which],
-                lengths[which],
-                block_size,
-                calibrations[which],
-                quality and which == "target",
-                within,
-            )
-            entries[which], left = export_model(
-                checkpoint,
-                checked[which][0],
-                traces[which],
-                folder,
-                which,
-                made_for,
-                precisions[which],
-                formats[which],
-                lengths[which],
-                block_size,
-                logit_ids if which == "draft" else None,
-                passed,
-                max_file_size,
-                within,
-            )
-            notes[which] = (
-                *_length_notes(checkpoint, lengths[which], max_length),
-                *found,
-                *left,
-                *notes_on(checkpoint, which),
-            )
+            passed, found, seconds = run_model_layers(model, weights.reader, folder, within)
+            entries[model.which], left = export_model(model, weights.reader, trace, passed, folder, within)
             shutil.rmtree(folder / SHELF, ignore_errors=True)
+            reports.append(
+                ModelReport(
+                    model.which,
+                    model.checkpoint.source.name,
+                    model.precision,
+                    0,
+                    weights.count,
+                    entries[model.which].calibration,
+                    entries[model.which].quality,
+                    (*_length_notes(model, max_length), *weights.notes, *found, *left, *notes_on(model)),
+                    seconds,
+                )
+            )
             done += share
         report("write tokenizer, sampler and manifest", 0.97)
-        tokenizer = tokenizers["target"]
         if ready is None:
-            write_tokenizer(checkpoints["target"], folder)
+            write_tokenizer(larger, folder)
         kept = None if logit_ids is None else logit_ids.tolist()
         # The sampler's graphs know one vocabulary.
         draft_width = entries["draft"].vocab_size if "draft" in entries and other is None else None
-        draft_tokenizer = other.write(folder) if other is not None else None
+        draft_tokenizer = None
         if other is not None:
-            notes["draft"] += (other.note,)
+            draft_tokenizer = other.write(folder)
+            reports[-1] = replace(reports[-1], notes=(*reports[-1].notes, other.note))
         sampler = write_sampler(folder, tokenizer.vocab_size, entries["target"].vocab_size, draft_width, kept)
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        for name in names:
+        files = dict(taken)
+        for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()):
             if name not in files:
                 files[name] = FileEntry((folder / name).stat().st_size, file_sha256(folder / name))
         manifest = Manifest(
@@ -309,37 +270,27 @@ def export_bundle(
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     report("done", 1.0)
+
+    def size(which: str) -> int:
+        return sum(file.size for name, file in files.items() if name.startswith(f"{which}/"))
+
     return ExportReport(
         path=out,
         seconds=time.perf_counter() - started,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        bytes_written=sum(entry.size for entry in files.values()),
-        models=tuple(
-            ModelReport(
-                which,
-                checkpoint.source.name,
-                entries[which].precision,
-                sum(entry.size for name, entry in files.items() if name.startswith(f"{which}/")),
-                weights[which],
-                entries[which].calibration,
-                entries[which].quality,
-                notes[which],
-                layers_seconds[which],
-            )
-            for which, checkpoint in exported.items()
-        ),
+        bytes_written=sum(file.size for file in files.values()),
+        models=tuple(replace(one, bytes=size(one.which)) for one in reports),
     )
 
 
-def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
-    """Copy what belongs to a bundle's target into another folder; its files, by their names.
+def _take_over(bundle: Bundle, files: Mapping[str, FileEntry], folder: Path) -> None:
+    """Copy files of a bundle into another folder.
 
     Links would save the room, but onnx-ir reads no weights from a file with several names.
 
     Raises:
         BundleError: a file is not the one that the bundle's manifest describes.
     """
-    files = _taken_files(bundle)
     for name, entry in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -353,7 +304,6 @@ def _take_over(bundle: Bundle, folder: Path) -> dict[str, FileEntry]:
                 f"{bundle.root}: {name} is damaged: its bytes are not those that {MANIFEST_NAME} gives the SHA-256 of. "
                 "Copy the bundle again in full, or export its target again."
             )
-    return files
 
 
 def _taken_files(bundle: Bundle) -> dict[str, FileEntry]:
@@ -366,41 +316,48 @@ def _taken_files(bundle: Bundle) -> dict[str, FileEntry]:
     }
 
 
-def _least_bits(checkpoint: Checkpoint, stored: WeightFormat) -> int:
-    """The least number of bits that a parameter takes."""
-    if stored.bits is None:
-        return {"float32": 32}.get(stored.dtype, 16)
-    return stored.bits if checkpoint.packing is None else min(stored.bits, checkpoint.packing.bits)
+def _max_length(checkpoint: Checkpoint, wanted: int | None, flavor: str) -> int:
+    """Positions of a target.
+
+    Raises:
+        CheckpointError: it has too few.
+        InvalidInputError: it has fewer than are wanted.
+    """
+    own = _own_length(checkpoint, flavor)
+    if wanted is not None and wanted > own:
+        raise InvalidInputError(f"max_length={wanted} exceeds the {own} positions that {checkpoint.source.name} has.")
+    return wanted or min(own, find_flavor(flavor).default_max_length, fixed_positions(checkpoint.config) or own)
 
 
-def _max_length(
-    checkpoint: Checkpoint, wanted: int | None, which: str, flavor: Flavor, other: OtherTokenizer | None
-) -> int:
-    """Positions of one model. A draft may have fewer than were asked for: then drafting stops there.
+def _max_draft_length(checkpoint: Checkpoint, wanted: int | None, flavor: str, other: OtherTokenizer | None) -> int:
+    """Positions of a draft. It may have fewer than were asked for: then drafting stops there.
 
     One with a tokenizer of its own needs more, where its tokens are shorter.
+
+    Raises:
+        CheckpointError: it has too few.
     """
-    if which == "draft" and other is not None and wanted is not None:
-        wanted *= 2
+    own = _own_length(checkpoint, flavor)
+    most = find_flavor(flavor).default_max_length if wanted is None else wanted * (1 if other is None else 2)
+    return min(own, most, fixed_positions(checkpoint.config) or own)
+
+
+def _own_length(checkpoint: Checkpoint, flavor: str) -> int:
     names = ("max_position_embeddings", "max_seq_len", "seq_length")  # as most, MPT and BLOOM call it
-    own = next(filter(None, (getattr(checkpoint.config, name, None) for name in names)), flavor.default_max_length)
+    own = next(filter(None, (getattr(checkpoint.config, name, None) for name in names)), None)
+    own = own or find_flavor(flavor).default_max_length
     if own < SHORTEST:
         raise CheckpointError(
             f"{checkpoint.source.name} has {own} positions; expected at least {SHORTEST}, which `paceline check` needs "
             "to compare a bundle with torch."
         )
-    fixed = fixed_positions(checkpoint.config) or own
-    if wanted is None:
-        return int(min(own, flavor.default_max_length, fixed))
-    if wanted > own and which == "target":
-        raise InvalidInputError(f"max_length={wanted} exceeds the {own} positions that {checkpoint.source.name} has.")
-    return int(min(own, wanted, fixed if which == "draft" else wanted))
+    return int(own)
 
 
-def _length_notes(checkpoint: Checkpoint, length: int, wanted: int | None) -> list[str]:
+def _length_notes(model: ModelExport, wanted: int | None) -> list[str]:
     """What a user should know who did not ask for this number of positions."""
-    fixed = fixed_positions(checkpoint.config)
-    if wanted is not None or fixed is None or length < fixed:
+    fixed = fixed_positions(model.checkpoint.config)
+    if wanted is not None or fixed is None or model.max_length < fixed:
         return []
     return [
         f"texts may have {fixed} positions: the model rotates longer ones by other frequencies, from their start on, "

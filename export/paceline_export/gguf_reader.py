@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ class GgufReader:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {parameter: tensors[name] for name, parameter in self._map.items() if name in tensors}
         self._tied = tied
+        self._left_over = {name for name in tensors.keys() - self._map.keys() if not name.startswith("rope_f")}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the parameter.
@@ -80,6 +82,11 @@ class GgufReader:
     def packed(self, name: str) -> PackedWeight | None:
         """None: what a GGUF file holds in few bits is quantised anew."""
         return None
+
+    def left_over(self) -> dict[str, str]:
+        """Tensors that no parameter is made of, with the model's names for the layers that they are in."""
+        stack = next((name.partition(".0.")[0] for name in self._map.values() if ".0." in name), "blk")
+        return {name: re.sub(r"^blk(?=\.)", stack, name) for name in sorted(self._left_over)}
 
     def _tensor(self, name: str) -> Any:
         tensor = self._tensors.get(name) or self._tensors.get(self._tied.get(name, name))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 import paceline
 from paceline.bundle import AdapterEntry, LogitIdsEntry, ModelEntry, SourceEntry, TensorSpec
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, InvalidInputError, PacelineError
 
 from .calibrate.calibrate import Recipe
 from .calibrate.layers import NotLayerwiseError
@@ -23,60 +22,125 @@ from .calibrate.quality import is_possible, measure
 from .calibrate.run import Pass, run_layers
 from .calibrate.shelf import Shelf
 from .calibrate.texts import calibration_ids, held_out_ids
-from .causal_lm import Trace, check_architecture
+from .causal_lm import Trace, check_architecture, trace
 from .checkpoint import Checkpoint
 from .flavors import Flavor
+from .leftovers import check_left_over
 from .passes.data_file import DataFile
 from .passes.lm_head import cut_lm_head
-from .passes.weights import check_shape, store_weights
+from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
 from .quantize.packed import LEFT_OUT_BITS
 from .tokenizer_files import MORE_TEMPLATES
 from .weight_reader import WeightReader
 
-__all__ = ["SHELF", "OnProgress", "check_weights", "export_model", "notes_on", "run_model_layers", "stored_format"]
+__all__ = ["SHELF", "ModelExport", "OnProgress", "Weights", "export_model", "notes_on", "run_model_layers"]
 
 SHELF = "calibrated"  # a folder while a model is written: weights that were quantised, and are not in its graph yet
 OnProgress = Callable[[str, float], None]
 
 
-def check_weights(checkpoint: Checkpoint, max_length: int) -> tuple[WeightReader, int]:
-    """Check the headers of a checkpoint's files against its model, since the trace takes long.
+@dataclass(frozen=True, slots=True)
+class ModelExport:
+    """What is asked of one model's export.
 
-    Returns a reader of its weights, which takes seconds to make for a GGUF, and the number of parameters.
+    Attributes:
+        which: `target` or `draft`, the folder in the bundle.
+        checkpoint: where the model comes from.
+        flavor: of its graph.
+        precision: of its weights, one of the flavour's.
+        max_length: number of positions.
+        block_size: values that share a scale.
+        calibration: one of `quantize.CALIBRATIONS`; None is the best one that is possible.
+        quality: whether to compare it with the full-precision model.
+        max_file_size: bytes of one file of weights; None for any.
+        logit_ids: int32, ids that logits are kept for; None for all.
 
     Raises:
-        CheckpointError: an architecture that is not supported, or a parameter that is missing or of another shape.
+        InvalidInputError: a precision or calibration that would quantise a checkpoint's own few bits anew.
     """
-    model = check_architecture(checkpoint.config, max_length)
-    reader = checkpoint.weights(model)
-    for name, parameter in model.named_parameters():
-        check_shape(reader, name, tuple(parameter.shape))
-    return reader, sum(parameter.numel() for parameter in model.parameters())
+
+    which: Literal["target", "draft"]
+    checkpoint: Checkpoint
+    flavor: Flavor
+    precision: str
+    max_length: int
+    block_size: int
+    calibration: str | None
+    quality: bool
+    max_file_size: int | None
+    logit_ids: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        if (packing := self.checkpoint.packing) is None:
+            return
+        name = self.checkpoint.source.name
+        packing.check_precision(name, self.precision, self.flavor.weight_format(self.precision))
+        if self.calibration == "gptq":
+            raise InvalidInputError(
+                f"{name} is quantised already, and its numbers are kept: there is nothing to calibrate; leave the "
+                "calibration out."
+            )
+
+    @property
+    def stored(self) -> WeightFormat:
+        """How the weights are stored."""
+        stored = self.flavor.weight_format(self.precision)
+        if self.checkpoint.packing is not None and stored.bits is not None:
+            # Of what the checkpoint left unquantised; the rest stays as it is.
+            stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS, head_rows=0)
+        if self.which == "draft":  # its speed counts for more than its text
+            stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits, head_rows=0)
+        return stored
+
+    @property
+    def least_bits(self) -> int:
+        """The least number of bits that a parameter takes."""
+        stored, packing = self.stored, self.checkpoint.packing
+        if stored.bits is None:
+            return {"float32": 32}.get(stored.dtype, 16)
+        return stored.bits if packing is None else min(stored.bits, packing.bits)
+
+    def check_weights(self) -> Weights:
+        """Check the headers of a checkpoint's files against its model, since the trace takes long.
+
+        Raises:
+            CheckpointError: an architecture that is not supported, a parameter that is missing or of another shape, or
+                a tensor without which the model would be another one.
+        """
+        model = check_architecture(self.checkpoint.config, self.max_length)
+        reader = self.checkpoint.weights(model)  # it takes seconds to make for a GGUF
+        for name, parameter in model.named_parameters():
+            check_shape(reader, name, tuple(parameter.shape))
+        source = self.checkpoint.source.name
+        notes = check_left_over(source, reader.left_over(), model, cut=self.checkpoint.cut)
+        return Weights(reader, sum(parameter.numel() for parameter in model.parameters()), notes)
+
+    def trace(self) -> Trace:
+        """Its graph, without weights; it tells what cannot be expressed.
+
+        Raises:
+            CheckpointError: with what that is.
+        """
+        made = trace(self.checkpoint.config, max_length=self.max_length, dtype=self.stored.dtype, flavor=self.flavor)
+        self.flavor.finish(made.model)
+        if self.checkpoint.packing is None:
+            nodes = self.flavor.weights
+            check_projections(made.model, self.stored, self.block_size, nodes=nodes, attention=made.attention)
+        return made
 
 
-def stored_format(checkpoint: Checkpoint, which: str, flavor: Flavor, precision: str) -> WeightFormat:
-    """How the weights of one model of the pair are stored."""
-    stored = flavor.weight_format(precision)
-    if checkpoint.packing is not None and stored.bits is not None:
-        # Of what the checkpoint left unquantised; the rest stays as it is.
-        stored = replace(stored, bits=LEFT_OUT_BITS, attention_bits=LEFT_OUT_BITS, head_rows=0)
-    if which == "draft":  # its speed counts for more than its text
-        stored = replace(stored, tied_bits=stored.bits, attention_bits=stored.bits, head_rows=0)
-    return stored
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint's weights, checked: their reader, the number of parameters, and notes on what is left out."""
+
+    reader: WeightReader
+    count: int
+    notes: tuple[str, ...]
 
 
 def run_model_layers(
-    checkpoint: Checkpoint,
-    reader: WeightReader,
-    folder: Path,
-    flavor: Flavor,
-    stored: WeightFormat,
-    max_length: int,
-    block_size: int,
-    calibration: str | None,
-    quality: bool,
-    report: OnProgress,
+    asked: ModelExport, reader: WeightReader, folder: Path, report: OnProgress
 ) -> tuple[Pass, tuple[str, ...], float]:
     """Calibrate one model and run it in full precision, as far as this is asked for and possible.
 
@@ -85,6 +149,7 @@ def run_model_layers(
     Raises:
         CheckpointError: calibration was asked for, and the architecture does not permit it.
     """
+    checkpoint, stored, quality, calibration = asked.checkpoint, asked.stored, asked.quality, asked.calibration
     started = time.perf_counter()
     notes: list[str] = []
     if quality and (reason := is_possible(stored.dtype)) is not None:
@@ -93,12 +158,12 @@ def run_model_layers(
     wanted = stored.float8 or calibration == "gptq" or (calibration is None and stored.bits == 4)
     if checkpoint.packing is not None:
         quality = wanted = False  # these numbers are the checkpoint's; there is nothing finer to compare them with
-    recipe = Recipe(stored, block_size, flavor.weights.quantize) if wanted and not stored.float8 else None
+    recipe = Recipe(stored, asked.block_size, asked.flavor.weights.quantize) if wanted and not stored.float8 else None
     passed = Pass({}, {}, None)
     if wanted or quality:
         stage = "calibrate" if wanted else "run in full precision"
         (folder / SHELF).mkdir()
-        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, max_length)
+        about = (checkpoint.tokenizer, checkpoint.config.vocab_size, asked.max_length)
         try:
             passed = run_layers(
                 checkpoint,
@@ -127,26 +192,14 @@ def run_model_layers(
 
 
 def export_model(
-    checkpoint: Checkpoint,
-    reader: WeightReader,
-    traced: Trace,
-    folder: Path,
-    which: str,
-    flavor: Flavor,
-    precision: str,
-    stored: WeightFormat,
-    max_length: int,
-    block_size: int,
-    logit_ids: NDArray[np.int32] | None,
-    passed: Pass,
-    max_file_size: int | None,
-    report: OnProgress,
+    asked: ModelExport, reader: WeightReader, traced: Trace, passed: Pass, folder: Path, report: OnProgress
 ) -> tuple[ModelEntry, tuple[str, ...]]:
-    """Write one model's graph and weights into the bundle and describe them; with `logit_ids`, logits for these.
+    """Write one model's graph and weights into the bundle's folder and describe them.
 
     Returns the description, and notes on what is stored otherwise than the precision says.
     """
-    packing = checkpoint.packing
+    checkpoint, which, flavor, logit_ids = asked.checkpoint, asked.which, asked.flavor, asked.logit_ids
+    packing, stored = checkpoint.packing, asked.stored
     names = sum(1 for _ in traced.model.graph.initializers)
     stored_count = 0
 
@@ -160,12 +213,12 @@ def export_model(
     path.parent.mkdir()
     kept = None
     traced.model.producer_name, traced.model.producer_version = "paceline", paceline.__version__
-    with DataFile(path.with_name("model.onnx.data"), max_file_size) as data:
+    with DataFile(path.with_name("model.onnx.data"), asked.max_file_size) as data:
         weights = store_weights(
             traced.model,
             reader,
             stored,
-            block_size,
+            asked.block_size,
             nodes=flavor.weights,
             embedding=traced.embedding,
             attention=traced.attention,
@@ -195,13 +248,13 @@ def export_model(
         path=f"{which}/model.onnx",
         flavor=cast(Literal["ort", "cuda", "trt"], flavor.name),
         architecture=checkpoint.config.model_type,
-        precision=cast(Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"], precision),
+        precision=cast(Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"], asked.precision),
         block_size=weights.block_size,
         prequantized=packing.method if packing is not None else None,
         num_layers=traced.num_layers,
         num_kv_heads=traced.num_kv_heads,
         head_size=traced.head_size,
-        max_length=max_length,
+        max_length=asked.max_length,
         vocab_size=traced.vocab_size if logit_ids is None else len(logit_ids),
         kv_dtype=cast(Literal["float32", "float16", "bfloat16"], stored.dtype),
         inputs=_specs(traced, traced.model.graph.inputs),
@@ -221,12 +274,12 @@ def export_model(
     if passed.reference is None:
         return entry, weights.notes
     report("measure quality", 0.93)
-    return dataclasses.replace(entry, quality=measure(path, entry, passed.reference)), weights.notes
+    return replace(entry, quality=measure(path, entry, passed.reference)), weights.notes
 
 
-def notes_on(checkpoint: Checkpoint, which: str) -> tuple[str, ...]:
+def notes_on(asked: ModelExport) -> tuple[str, ...]:
     """What to tell of an adapter that was merged, and of chat templates."""
-    notes = []
+    checkpoint, notes = asked.checkpoint, []
     if (adapter := checkpoint.adapter) is not None:
         notes.append(f"the adapter {adapter.name} was merged into {len(adapter.changes)} weights")
         if checkpoint.has_tied_head and not checkpoint.config.tie_word_embeddings:
@@ -234,7 +287,7 @@ def notes_on(checkpoint: Checkpoint, which: str) -> tuple[str, ...]:
                 "its LM head and its embedding, which were one, are stored as two, for the adapter changes one"
             )
     templates = checkpoint.tokenizer.chat_template
-    if which == "target" and isinstance(templates, dict) and "default" not in templates:
+    if asked.which == "target" and isinstance(templates, dict) and "default" not in templates:
         notes.append(
             f"none of its chat templates ({', '.join(sorted(templates))}) is named 'default', so that chats have none; "
             f"they lie in {MORE_TEMPLATES}"

@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import CheckpointError
 
 from .conversion import Conversions
+from .leftovers import is_made_anew
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
 from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
-from .weights import FLOAT_KINDS
+from .weights import FLOAT_KINDS, stated_shards
 
 __all__ = ["SafetensorsReader", "opened"]
 
@@ -50,10 +51,17 @@ class SafetensorsReader:
     _stack: ExitStack = field(init=False, default_factory=ExitStack)
 
     def __post_init__(self) -> None:
+        stated = stated_shards(self.files)
         for path in self.files:
             handle = self._stack.enter_context(opened(path))
-            self._where.update(dict.fromkeys(handle.keys(), handle))
-            self._paths.update(dict.fromkeys(handle.keys(), path))
+            for name in handle.keys():  # noqa: SIM118 - a handle has keys, but is no mapping
+                if (other := self._paths.get(name)) is not None and stated.get(name) not in (other, path):
+                    raise CheckpointError(
+                        f"The tensor {name!r} lies in {other} and in {path.name}, and the index of shards does not say "
+                        "which one counts. Remove the file that does not belong here, or download the checkpoint again."
+                    )
+                if other is None or stated[name] == path:
+                    self._where[name], self._paths[name] = handle, path
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the parameter.
@@ -94,6 +102,50 @@ class SafetensorsReader:
             return None
         parts = self._parts(module)
         return repack(self.packing, module, {part: self._tensor(stored) for part, stored in parts.items()})
+
+    def left_over(self) -> dict[str, str]:
+        """Tensors that no parameter of `model` is made of, with the names that it would have for them.
+
+        Raises:
+            CheckpointError: a head that the configuration calls tied is there, and another one than the embedding.
+        """
+        scales = tuple(f".{part}" for part in SCALE_NAMES) if self.scaling is not None else ()
+        parts = tuple(f".{part}" for part in PARTS) if self.packing is not None else ()
+        used: set[str] = set()
+        for name, _ in self.model.named_parameters():
+            if (made := self._made(name)) is not None:
+                used.update(made[1].sources(made[0]))
+            elif self.packing is None or self._packed_module(name) is None:
+                used.add(self._stored_name(name))
+        kept = {name.removesuffix(".weight") for name in used}
+        kept |= {name.removesuffix(".weight") for name, _ in self.model.named_parameters()} if parts else set()
+        belongs = tuple({*scales, *parts})
+        found = [
+            name
+            for name in self._where
+            if name not in used
+            and not (name.endswith(belongs) and name.rpartition(".")[0] in kept)
+            and not self._is_harmless(name)
+        ]
+        return self._renamed().names(found) if found else {}
+
+    def _is_harmless(self, stored: str) -> bool:
+        """Whether a tensor that no parameter is made of can be left out without a word."""
+        shape = tuple(self._slice(stored).get_shape())
+        if is_made_anew(stored, shape):
+            return True
+        if stored in self.tied:
+            head, embedding = self._tensor(stored), self._tensor(self._stored_name(self.tied[stored]))
+            if head.dtype != embedding.dtype:
+                head, embedding = head.float(), embedding.float()
+            if not torch.equal(head, embedding):
+                raise CheckpointError(
+                    f"config.json says that {stored!r} is {self.tied[stored]!r} (tie_word_embeddings), and the "
+                    "checkpoint holds two that differ. Set tie_word_embeddings to false in config.json if the head "
+                    f"belongs to this model; otherwise remove {stored!r}."
+                )
+            return True
+        return stored.endswith(".bias") and len(shape) == 1 and not bool(self._tensor(stored).any())
 
     def _shape(self, stored: str) -> tuple[int, ...]:
         """Shape of a stored tensor, which is of floating-point numbers, or of others with scales."""
@@ -182,11 +234,15 @@ class SafetensorsReader:
         names = (name, self.tied.get(name, name))
         if self.model is None or any(each in self._where for each in names):
             return None
+        conversions = self._renamed()
+        return next(((each, conversions) for each in names if conversions.sources(each)), None)
+
+    def _renamed(self) -> Conversions:
+        """What parameters under other names are made of; it takes a while to find out."""
         if self._conversions is None:
             scales = tuple(f".{part}" for part in SCALE_NAMES) if self.scaling is not None else ()
             self._conversions = Conversions((key for key in self._where if not key.endswith(scales)), self.model)
-        conversions = self._conversions
-        return next(((each, conversions) for each in names if conversions.sources(each)), None)
+        return self._conversions
 
     def _stored_name(self, name: str) -> str:
         for candidate in (name, self.tied.get(name, name)):

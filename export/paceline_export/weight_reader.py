@@ -22,3 +22,6 @@ class WeightReader(Protocol):
 
     def packed(self, name: str) -> PackedWeight | None:
         """The parameter in few bits, where the checkpoint holds it quantised in blocks; None elsewhere."""
+
+    def left_over(self) -> dict[str, str]:
+        """Stored tensors that no parameter is made of, with the model's names for them, but what is surely harmless."""

@@ -9,8 +9,9 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from paceline.bundle import check_safe_path
 from paceline.errors import BundleError, CheckpointError
@@ -23,6 +24,7 @@ __all__ = [
     "num_tensors",
     "read_json",
     "safetensors_files",
+    "stated_shards",
 ]
 
 FLOAT_KINDS = ("F64", "F32", "F16", "BF16")  # plain floating-point numbers, as Safetensors names them
@@ -77,6 +79,18 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} should hold a JSON object, got {data!r:.80}.")
     return data
+
+
+def stated_shards(files: Sequence[Path]) -> dict[str, Path]:
+    """The file that each tensor is in, as the index beside several files says; empty for one file.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    if len(files) < 2:
+        return {}
+    weight_map = read_json(files[0].parent / _INDEX)["weight_map"]
+    return {name: files[0].parent / file for name, file in cast(dict[str, str], weight_map).items()}
 
 
 def _shards(index: Path) -> list[str]:

@@ -59,7 +59,7 @@ def one_trace_a_dtype() -> Iterator[None]:
             made[key] = trace(config, max_length=max_length, dtype=dtype, flavor=flavor)
         return dataclasses.replace(made[key], model=made[key].model.clone())
 
-    with mock.patch("paceline_export.export.trace", shared):
+    with mock.patch("paceline_export.one_model.trace", shared):
         yield
 
 

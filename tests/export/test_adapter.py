@@ -15,6 +15,7 @@ from tiny import sizes, tiny_checkpoint
 
 from paceline.bundle import Bundle, file_sha256
 from paceline.errors import CheckpointError, InvalidInputError
+from paceline_export import layer_patterns
 from paceline_export.adapter import AdaptedReader, Adapter
 from paceline_export.causal_lm import check_architecture
 from paceline_export.checkpoint import Checkpoint
@@ -75,6 +76,9 @@ def model_with(base: Path, adapter: Path, scales: dict[str, float]) -> torch.nn.
     return model
 
 
+IDS = [259, 5, 40, 7, 200, 31, 31, 2]
+
+
 def graph_logits(bundle: Path, ids: list[int]) -> torch.Tensor:
     from paceline_export.cpu import open_on_cpu
 
@@ -93,24 +97,32 @@ def graph_logits(bundle: Path, ids: list[int]) -> torch.Tensor:
         ({"alpha_pattern": {"own_proj": 2, r"layers\.0\..*q_proj": 3}}, {QUERY: 0.75, DOWN: 2.0}),
     ],
 )
-def test_the_graph_is_the_model_with_its_adapter_beside_it(
+def test_the_weights_are_those_of_the_model_with_its_adapter_beside_it(
     base: Path, tmp_path: Path, settings: dict[str, Any], scales: dict[str, float]
 ) -> None:
     adapter = write(tmp_path / "lora", factors((QUERY, 64, 64), (DOWN, 64, 96)), **settings)
-    export_bundle(resolve(str(base)), None, tmp_path / "bundle", precision="fp32", quality=False, adapter=adapter)
-    ids = [259, 5, 40, 7, 200, 31, 31, 2]
+    merged, plain = (transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) for _ in range(2))
+    weights, ids = reader(base, adapter), torch.tensor([IDS])
     with torch.no_grad():
-        expected = model_with(base, adapter, scales)(torch.tensor([ids])).logits[0]
-        plain = transformers.AutoModelForCausalLM.from_pretrained(base)(torch.tensor([ids])).logits[0]
-    found = graph_logits(tmp_path / "bundle", ids)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
-    assert (found - plain).abs().max() > 0.1  # the adapter does something
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(weights.read(name))
+        found, expected = merged(ids).logits, model_with(base, adapter, scales)(ids).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        assert (found - plain(ids).logits).abs().max() > 0.1  # the adapter does something
+
+
+def test_the_graph_is_the_model_with_its_adapter_beside_it(base: Path, tmp_path: Path) -> None:
+    adapter = write(tmp_path / "lora", factors((QUERY, 64, 64), (DOWN, 64, 96)), alpha_pattern={"down_proj": 2})
+    export_bundle(resolve(str(base)), None, tmp_path / "bundle", precision="fp32", quality=False, adapter=adapter)
+    with torch.no_grad():
+        expected = model_with(base, adapter, {QUERY: 2.0, DOWN: 0.5})(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(graph_logits(tmp_path / "bundle", IDS), expected, rtol=0, atol=2e-3)
 
 
 def test_a_bundle_says_which_adapter_it_has(base: Path, tmp_path: Path) -> None:
     adapter = write(tmp_path / "lora", factors((QUERY, 64, 64)))
     report = export_bundle(
-        resolve(str(base)), resolve(str(base)), tmp_path / "b", precision="int4", quality=False, draft_adapter=adapter
+        resolve(str(base)), resolve(str(base)), tmp_path / "b", precision="int8", quality=False, draft_adapter=adapter
     )
     manifest = Bundle.open(tmp_path / "b").manifest
     assert manifest.target.source.adapter is None
@@ -269,6 +281,15 @@ def test_adapters_of_another_kind_are_refused(
 ) -> None:
     adapter = write(tmp_path / "lora", factors((QUERY, 64, 64)), **settings)
     with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(resolve(str(base)), adapter)
+
+
+def test_patterns_that_would_take_years_are_given_up(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_patterns, "_SECONDS", 0.5)
+    adapter = write(tmp_path / "lora", factors((QUERY, 64, 64)), rank_pattern={r"(([\w.])+)+!": 4})
+    with pytest.raises(CheckpointError, match=r"rank_pattern names .* take longer than 0\.5 s as regular expressions"):
         Checkpoint.open(resolve(str(base)), adapter)
 
 

@@ -302,7 +302,7 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*args: Any, **kwargs: Any) -> None:
         pytest.fail("The fault was not found before the trace, which takes long.")
 
-    monkeypatch.setattr("paceline_export.export.trace", reached)
+    monkeypatch.setattr("paceline_export.one_model.trace", reached)
 
 
 @pytest.mark.usefixtures("no_trace")

@@ -39,9 +39,16 @@ def weights(*, tied: bool, layers: int = 1, seed: int = 0) -> dict[str, NDArray[
 
 
 def write(
-    path: Path, tensors: dict[str, NDArray[np.float32]], blocks: dict[str, tuple[Blocks, Kind]], **keys: Any
+    path: Path,
+    tensors: dict[str, NDArray[np.float32]],
+    blocks: dict[str, tuple[Blocks, Kind]],
+    scaling: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> Path:
-    """Write a file of float32 tensors, except those that are given as blocks; `keys` are more of its metadata."""
+    """Write a file of float32 tensors, except those that are given as blocks.
+
+    `scaling` is that of the rotation, `keys` are more of the tokenizer's metadata.
+    """
     writer = gguf.GGUFWriter(path, "qwen2")
     for name, value in (
         ("context_length", 256),
@@ -55,6 +62,9 @@ def write(
         writer.add_uint32(f"qwen2.{name}", value)
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("qwen2.rope.freq_base", 10000.0)
+    for name, value in (scaling or {}).items():
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds[type(value)](f"qwen2.rope.scaling.{name}", value)
     backend = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     vocabulary = backend["model"]["vocab"] | {token["content"]: token["id"] for token in backend["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)

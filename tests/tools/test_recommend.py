@@ -12,7 +12,7 @@ import pytest
 import transformers
 from tiny import sizes, tiny_checkpoint, tiny_tokenizer
 
-from paceline.bundle import Bundle
+from paceline.bundle import MANIFEST_NAME, Bundle, file_sha256
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 from paceline_export.export import export_bundle
 from paceline_export.source import resolve
@@ -157,9 +157,9 @@ def test_own_layers_come_from_the_folder_that_the_target_came_from(
     invoke: Invoke, folder: Path, tmp_path: Path, prompts: None
 ) -> None:
     bundle = Bundle.open(folder / "self")
-    source, layers = _further(bundle, "self:1", None)
-    assert source.folder.samefile(folder / "target")
-    assert layers == 1
+    found = _further(bundle, "self:1", None)
+    assert found.source.folder.samefile(folder / "target")
+    assert (found.layers, found.adapter) == (1, None)
     moved = Path(shutil.copytree(folder / "self", tmp_path / "elsewhere" / "self"))
     for message in ("there is none of this name in this folder. Run this", "and other weights are in"):
         result = invoke("recommend", moved, "--draft", "self:1", *PROMPTS)
@@ -170,7 +170,28 @@ def test_own_layers_come_from_the_folder_that_the_target_came_from(
         shutil.copytree(folder / "draft", "target", dirs_exist_ok=True)
     shutil.rmtree("target")
     shutil.copytree(folder / "target", "target")
-    assert _further(Bundle.open(moved), "self:1", None)[0].folder.samefile("target")
+    assert _further(Bundle.open(moved), "self:1", None).source.folder.samefile("target")
+
+
+def test_own_layers_have_the_adapter_of_the_target(invoke: Invoke, folder: Path, tmp_path: Path, prompts: None) -> None:
+    """The first layers of the merged weights, not those of the base; the adapter must be at hand, and the same one."""
+    weights = tmp_path / "lora" / "adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"any")
+    moved = Path(shutil.copytree(folder / "self", tmp_path / "self"))
+    shutil.copytree(folder / "target", tmp_path / "target")
+    manifest = json.loads((moved / MANIFEST_NAME).read_text())
+    manifest["target"]["source"]["adapter"] = {"name": "lora", "sha256": file_sha256(weights)}
+    (moved / MANIFEST_NAME).write_text(json.dumps(manifest))
+    adapter = _further(Bundle.open(moved), "self:1", None).adapter
+    assert adapter is not None
+    assert adapter.samefile("lora")
+    weights.write_bytes(b"other")
+    result = invoke("recommend", moved, "--draft", "self:1", *PROMPTS)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "needs the adapter that the target of" in said
+    assert "paceline export --target PATH/target --adapter PATH/lora --draft self:1 -o NEW" in said
 
 
 @pytest.mark.parametrize("method", ["intersection", pytest.param("text", marks=pytest.mark.slow)])

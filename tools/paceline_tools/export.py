@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from paceline import Bundle
 from paceline.bundle import MANIFEST_NAME
+from paceline_export.quantize import CALIBRATIONS
 from paceline_export.recipe import PairRecipe, find_recipe
 
 from .arguments import CACHE_DIR, DRAFT_VOCAB, FOLDER, SIZE, SOURCE, own_layers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_CALIBRATIONS = click.Choice(["gptq", "none"])
+_CALIBRATIONS = click.Choice(CALIBRATIONS)
 _FLAVORS = click.Choice(["ort", "cuda", "trt"])
 _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
 
@@ -159,49 +160,28 @@ def command(
             f"with torch; got {max_length}."
         )
 
-    check_arguments(
-        out,
-        has_draft=draft is not None,
-        flavor=flavor,
-        precision=precision,
-        draft_precision=draft_precision,
-        draft_vocab=draft_vocab,
-        draft_method=draft_method,
-        draft_layers=draft_layers,
-        max_length=max_length,
-        block_size=block_size,
-        calibration=calibration,
-        draft_calibration=draft_calibration,
-        quality=quality,
-        draft_adapter=draft_adapter,
-        max_file_size=max_file_size,
-        overwrite=overwrite,
-    )
+    options: dict[str, Any] = {
+        "flavor": flavor,
+        "precision": precision,
+        "draft_precision": draft_precision,
+        "draft_vocab": draft_vocab,
+        "draft_method": draft_method,
+        "draft_layers": draft_layers,
+        "max_length": max_length,
+        "block_size": block_size,
+        "calibration": calibration,
+        "draft_calibration": draft_calibration,
+        "quality": quality,
+        "draft_adapter": draft_adapter,
+        "max_file_size": max_file_size,
+        "overwrite": overwrite,
+    }
+    check_arguments(out, has_draft=draft is not None, **options)
     is_bundle = (Path(target) / MANIFEST_NAME).is_file()
     target_source = Bundle.open(target) if is_bundle else resolve(target, cache_dir=cache_dir, progress=True)
     draft_source = resolve(draft, cache_dir=cache_dir, progress=True) if draft is not None else None
     with stages() as on_progress:
-        report = export_bundle(
-            target_source,
-            draft_source,
-            out,
-            flavor=flavor,
-            precision=precision,
-            draft_precision=draft_precision,
-            draft_vocab=draft_vocab,
-            draft_method=draft_method,
-            draft_layers=draft_layers,
-            max_length=max_length,
-            block_size=block_size,
-            calibration=calibration,
-            draft_calibration=draft_calibration,
-            quality=quality,
-            adapter=adapter,
-            draft_adapter=draft_adapter,
-            max_file_size=max_file_size,
-            overwrite=overwrite,
-            on_progress=on_progress,
-        )
+        report = export_bundle(target_source, draft_source, out, adapter=adapter, on_progress=on_progress, **options)
     click.echo(json.dumps(asdict(report), default=str, indent=1) if as_json else _text(report))
 
 

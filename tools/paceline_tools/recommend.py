@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 import paceline
 from paceline import Bundle, SamplingParams
-from paceline.bundle import Manifest
+from paceline.bundle import AdapterEntry, Manifest, SourceEntry, file_sha256
 from paceline.decoder import DEFAULT_VERIFICATION
 from paceline.errors import CheckpointError, InvalidInputError
 from paceline.theory import best_num_draft_tokens, tokens_per_round
@@ -161,7 +161,7 @@ def command(
     for bundle in bundles:
         if bundle.manifest.draft is None and (len(bundles) > 1 or not drafts):
             raise InvalidInputError(f"{bundle.root} has no draft model; name drafts with --draft.")
-    sources = [_further(bundles[0], draft, cache_dir) for draft in drafts]
+    more = [_further(bundles[0], draft, cache_dir) for draft in drafts]
     texts = unique(prompt for source in prompts for prompt in read_prompts(source, raw=raw, per_category=per_category))
     sampling = f"temperature {temperature:g}" if temperature else "greedy"
     methods = tuple(
@@ -180,13 +180,13 @@ def command(
         on_progress = stack.enter_context(stages())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-recommend-")))
         ready = [bundle for bundle in bundles if bundle.manifest.draft is not None]
-        further = _exported(bundles[0], drafts, sources, draft_precision, work, on_progress)
+        further = _exported(bundles[0], more, draft_precision, work, on_progress)
         findings = []
         for index, bundle in enumerate(chain(ready, further)):
             name = _name(bundle.manifest)
 
             def report(stage: str, done: float, name: str = name, index: int = index) -> None:
-                on_progress(f"measure {name}", (index + done) / (len(ready) + len(drafts)))
+                on_progress(f"measure {name}", (index + done) / (len(ready) + len(more)))
 
             found = _measured(bundle, texts, raw, plan, provider, threads, report)
             findings.append(judge(name, str(bundle.root) if index < len(ready) else None, found, draft_tokens))
@@ -266,61 +266,72 @@ def _name(manifest: Manifest) -> str:
     return f"{manifest.draft.source.name}, {manifest.draft.precision}" + (f", by {own.method}" if own else "")
 
 
-def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> tuple[Any, int | None]:
-    """Where a draft of `--draft` comes from, brought to this machine, and the layers that are cut from it, if any."""
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft of `--draft`, on this machine: its source, the layers that are cut from it, and an adapter of it."""
+
+    name: str
+    source: Any  # of paceline_export, which is imported when it is needed
+    layers: int | None = None
+    adapter: Path | None = None
+
+
+def _further(bundle: Bundle, draft: str, cache_dir: Path | None) -> _Draft:
+    """Where a draft of `--draft` comes from, brought to this machine."""
     from paceline_export.source import resolve
 
-    layers, source = own_layers(draft), draft
-    if layers is not None:
-        if layers >= (whole := bundle.manifest.target.num_layers):
-            raise InvalidInputError(
-                f"--draft {draft}: the target has {whole} layers; choose from self:1 to self:{whole - 1}."
-            )
-        entry = bundle.manifest.target.source
-        if entry.kind not in ("recipe", "hub"):
-            return _local_source(bundle, draft), layers
-        source = entry.name
-    return resolve(source, cache_dir=cache_dir, progress=False), layers
+    layers = own_layers(draft)
+    if layers is None:
+        return _Draft(draft, resolve(draft, cache_dir=cache_dir, progress=False))
+    if layers >= (whole := bundle.manifest.target.num_layers):
+        raise InvalidInputError(
+            f"--draft {draft}: the target has {whole} layers; choose from self:1 to self:{whole - 1}."
+        )
+    entry, adapter = bundle.manifest.target.source, None
+    if entry.adapter is not None:  # the target's first layers are those of the merged weights
+        adapter = _beside(bundle, draft, entry.adapter, lambda path: file_sha256(path / "adapter_model.safetensors"))
+    place = entry.name
+    if entry.kind not in ("recipe", "hub"):
+        place = str(_beside(bundle, draft, entry, lambda path: resolve(str(path)).sha256()))
+    return _Draft(draft, resolve(place, cache_dir=cache_dir, progress=False), layers, adapter)
 
 
-def _local_source(bundle: Bundle, draft: str) -> Any:
-    """The checkpoint on this disk that a bundle's target came from: of its name, and with its weights.
+def _beside(bundle: Bundle, draft: str, entry: SourceEntry | AdapterEntry, sha256: Callable[[Path], str]) -> Path:
+    """What a bundle's target was made of and is on this disk: of the name in the manifest, and with the same weights.
 
     The manifest keeps a name and a hash, no path. The current folder is looked into, and the one that the bundle is in.
 
     Raises:
         InvalidInputError: it is in neither.
     """
-    from paceline_export.source import resolve
-
-    entry = bundle.manifest.target.source
-    places = dict.fromkeys(
-        folder.resolve() / Path(entry.name).name for folder in (Path(), bundle.root.resolve().parent)
-    )
+    what = "the checkpoint" if isinstance(entry, SourceEntry) else "the adapter"
+    folders = (Path(), bundle.root.resolve().parent)
+    places = dict.fromkeys(folder.resolve() / Path(entry.name).name for folder in folders)
     others = []
-    for place in places:
-        if place.exists():
-            with suppress(CheckpointError):  # another folder of this name
-                found = resolve(str(place))
-                if found.sha256() == entry.sha256:
-                    return found
-            others.append(str(place))
+    for path in places:
+        if path.exists():
+            with suppress(CheckpointError, OSError):  # another folder of this name
+                if sha256(path) == entry.sha256:
+                    return path
+            others.append(str(path))
+    source = bundle.manifest.target.source
+    place = source.name if source.kind in ("recipe", "hub") else f"PATH/{source.name}"
+    adapted = f" --adapter PATH/{source.adapter.name}" if source.adapter is not None else ""
     raise InvalidInputError(
-        f"--draft {draft} needs the checkpoint that the target of {bundle.root} came from, {entry.name}, and "
+        f"--draft {draft} needs {what} that the target of {bundle.root} was made of, {entry.name}, and "
         + (
             f"other weights are in {' and '.join(others)}. "
             if others
             else "there is none of this name in this folder. "
         )
         + f"Run this command in the folder that {entry.name} is in, or export the draft yourself: paceline export "
-        f"--target PATH/{entry.name} --draft {draft} -o NEW, and name NEW as DIR."
+        f"--target {place}{adapted} --draft {draft} -o NEW, and name NEW as DIR."
     )
 
 
 def _exported(
     bundle: Bundle,
-    drafts: Sequence[str],
-    sources: Sequence[tuple[Any, int | None]],
+    drafts: Sequence[_Draft],
     precision: str,
     work: Path,
     on_progress: Callable[[str, float], None],
@@ -331,15 +342,16 @@ def _exported(
 
     from paceline_export.export import export_bundle
 
-    for index, (draft, (source, layers)) in enumerate(zip(drafts, sources, strict=True)):
-        on_progress(f"export {draft}", 0.0)
+    for index, draft in enumerate(drafts):
+        on_progress(f"export {draft.name}", 0.0)
         export_bundle(
             bundle,
-            source,
+            draft.source,
             work / str(index),
             flavor=bundle.manifest.target.flavor,
             precision=precision,
-            draft_layers=layers,
+            draft_layers=draft.layers,
+            draft_adapter=draft.adapter,
             quality=False,
         )
         yield Bundle.open(work / str(index))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PRECISIONS", "WeightFormat"]
+__all__ = ["CALIBRATIONS", "PRECISIONS", "WeightFormat"]
+
+CALIBRATIONS = ("gptq", "none")  # how int4 weights may be chosen
 
 
 @dataclass(frozen=True, slots=True)
