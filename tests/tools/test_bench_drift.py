@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import integrate, special
+from scipy import linalg, optimize, special
 
 from paceline_tools.benchmark.bootstrap import Term, Times, estimate
 from paceline_tools.benchmark.drift import TimedText, drift_of
-from paceline_tools.benchmark.figures import Runs, summarise
+from paceline_tools.benchmark.figures import Runs, decoding, summarise, whole
 
 from .bench_documents import made_up
 
@@ -81,7 +84,9 @@ def covered(wander: Wander, prompts: int, repeats: int, count: int, seed: int) -
         slow = wander(np.concatenate([when, when + 1.2]), rng)
         noise = rng.normal(0, 0.02, 2 * texts) + np.tile(rng.normal(0, 0.01, prompts), 2 * repeats)
         one, other = np.exp(3 + slow + noise).reshape(2, repeats, prompts)
-        listed = [TimedText(at, 0, i % prompts, float(ms)) for i, (at, ms) in enumerate(zip(when, one.flat, strict=True))]
+        listed = [
+            TimedText(at, 0, i % prompts, float(ms)) for i, (at, ms) in enumerate(zip(when, one.flat, strict=True))
+        ]
         drift = drift_of(listed, 1.0)
         counts = np.full(prompts, repeats)
         found = estimate([Term(Times(one.T, counts), 1)], drift=drift.reach(list(when), 0.95) if drift else 0.0)
@@ -106,3 +111,116 @@ def test_another_run_lies_in_the_interval_nine_times_of_ten(name: str, prompts: 
     found = covered(DRIFTS[name], prompts, repeats, 400, seed=2)
     print(f"{name}, {prompts} prompts, {repeats} repeats: {found:.3f}")
     assert found >= 0.9
+
+
+def recomputed(data: dict[str, Any], sampling: str) -> float:
+    """The drift's part of intervals, as `models/benchmark.md` has it: by densities of contrasts, model by model."""
+    ends = np.cumsum([sum(one["steps_s"]) for one in data["measurements"]])
+    length = float(ends[-1])
+    rounds: list[tuple[float, int, int, float]] = []
+    turns: dict[tuple[int, int], list[float]] = {}
+    for one, end in zip(data["measurements"], ends, strict=True):
+        middle = (float(end) - sum(one["steps_s"]) / 2) / length
+        if len(set(one["steps_proposed"][1:-1])) == 1:
+            seconds = one["decode_s"] / (len(one["steps_s"]) - 1)
+            rounds.append((middle, one["method"], one["prompt"], math.log(seconds)))
+        if data["methods"][one["method"]]["sampling"] == sampling:
+            turns.setdefault((one["prompt"], one["repeat"]), []).append(middle)
+    times = np.array([one[3] for one in rounds])
+    written = [(method, prompt) for _, method, prompt, _ in rounds]
+    levels = [(method, prompt if written.count((method, prompt)) > 1 else None) for method, prompt in written]
+    contrasts = linalg.null_space(np.array([[level == one for one in levels] for level in set(levels)], float))
+    free = contrasts.T @ times
+
+    def alike(one: float, other: float, memory: float) -> float:
+        return min(one, other) if memory == math.inf else math.exp(-abs(one - other) / memory)
+
+    here = [statistics.mean(turn) for turn in turns.values()]
+    models = []
+    for memory, chance in ((0.0, 1 / 8), (1 / 32, 1 / 8), (1 / 8, 1 / 8), (1 / 2, 1 / 8), (math.inf, 1 / 2)):
+        for ratio in [4.0**power / len(times) for power in range(-1, 8)] if memory else [0.0]:
+            walk = np.array([[alike(a[0], b[0], memory or 1.0) for a in rounds] for b in rounds])
+            spread = np.eye(len(free)) + ratio * contrasts.T @ walk @ contrasts
+            square = float(free @ np.linalg.solve(spread, free))
+            log = -np.linalg.slogdet(spread)[1] / 2 - len(free) / 2 * math.log(square)
+            parted = statistics.mean(
+                alike(a, b, memory or 1.0) + alike(a + 2, b + 2, memory or 1.0) - 2 * alike(a, b + 2, memory or 1.0)
+                for a in here
+                for b in here
+            )
+            scale = math.sqrt(square / len(free) * (1 / len(here) + ratio * parted))
+            models.append((chance / (9 if memory else 1), log, scale))
+    largest = max(log for _, log, _ in models)
+    weights = [chance * math.exp(log - largest) for chance, log, _ in models]
+
+    def within(reach: float) -> float:
+        shares = [1 - 2 * special.stdtr(len(free), -reach / scale) for _, _, scale in models]
+        return float(np.average(shares, weights=weights)) - 0.95
+
+    return float(optimize.brentq(within, 0.0, 10.0, xtol=1e-12))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_drift_can_be_recomputed_from_the_json(repeats: int) -> None:
+    document = made_up(1, prompts=4, repeats=repeats, num_draft_tokens=("auto", 2), temperatures=(0.0, 0.8))
+    summary = summarise(document)
+    data = json.loads(document.to_json(summary))
+    for sampling, found in data["summary"]["samplings"].items():
+        drift = recomputed(data, sampling)
+        assert found["drift"] == pytest.approx(math.expm1(drift), rel=1e-6)
+        runs = Runs(document, sampling)
+        for index in runs.methods:
+            one = found["methods"][document.methods[index].name]["all"]
+            for key, figure in (("ms_per_token", decoding), ("ms_per_token_whole", whole)):
+                alone = estimate([Term(runs.times(index, runs.prompts(None), figure), 1)])
+                assert alone is not None
+                assert alone.high is not None
+                reach = math.hypot(math.log(alone.high / alone.value), drift)
+                assert one[key]["high"] == pytest.approx(one[key]["value"] * math.exp(reach), rel=1e-6)
+                assert one[key]["low"] == pytest.approx(one[key]["value"] / math.exp(reach), rel=1e-6)
+
+
+def test_speedups_know_nothing_of_the_drift() -> None:
+    document = made_up(1, categories=("code",), num_draft_tokens=(2,))
+    slow = [
+        replace(one, **{name: _times(getattr(one, name), 1 + index / len(document.measurements)) for name in TIMES})
+        for index, one in enumerate(document.measurements)
+    ]
+    before, after = (
+        summarise(one)["samplings"]["greedy"]["methods"]["K = 2"]["all"]
+        for one in (document, replace(document, measurements=tuple(slow)))
+    )
+    for name in ("speedup", "speedup_whole"):
+        assert _width(after[name]) < 1.5 * _width(before[name])
+    for name in ("ms_per_token", "ms_per_token_whole"):
+        assert _width(after[name]) > 3 * _width(before[name])
+
+
+TIMES = ("steps_s", "prefill_s", "decode_s", "target_s", "draft_s")
+
+
+def _times(found: Any, factor: float) -> Any:
+    return tuple(one * factor for one in found) if isinstance(found, tuple) else found * factor
+
+
+def _width(found: dict[str, float]) -> float:
+    return math.log(found["high"] / found["low"])
+
+
+def test_no_drift_without_a_second_text() -> None:
+    assert drift_of([], 1.0) is None
+    assert drift_of([TimedText(0.5, 0, 0, 1.0)], 1.0) is None
+    same = drift_of([TimedText(at, 0, 0, 1.0) for at in (0.25, 0.75)], 1.0)
+    assert same is None  # of a clock that is made up
+    two = drift_of([TimedText(0.25, 0, 0, 1.0), TimedText(0.75, 0, 1, 1.1)], 1.0)
+    assert two is not None
+    assert two.degrees == 1
+
+
+def test_many_texts_are_thinned() -> None:
+    rng = np.random.default_rng(1)
+    texts = [TimedText(i + 0.5, 0, i % 500, math.exp(rng.normal(0, 0.02))) for i in range(1000)]
+    drift = drift_of(texts, 1000.0)
+    assert drift is not None
+    assert drift.degrees == 100  # a fifth of the prompts, each written twice
+    assert float(drift.weights @ drift.noise) == pytest.approx(0.02, rel=0.2)

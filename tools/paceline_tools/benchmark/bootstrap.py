@@ -90,7 +90,8 @@ def estimate(
         picks = (rng.random((*shape, width)) * repeats[prompts][..., None]).astype(np.int64)
         for term in of_run:
             drawn = term.times.values[prompts[..., None], picks]  # [resamples, prompts, repeats]
-            logs += term.power * np.log(np.median(drawn, axis=-1))
+            drawn.sort(axis=-1)  # of few values, four times as fast as numpy's median
+            logs += term.power * np.log((drawn[..., (width - 1) // 2] + drawn[..., width // 2]) / 2)
     error = math.sqrt(size / (size - 1)) * float(logs.mean(axis=1).std(ddof=1))
     reach = math.hypot(float(special.stdtrit(degrees, (1 + level) / 2)) * error, drift)
     return Estimate(math.exp(value), math.exp(value - reach), math.exp(value + reach))

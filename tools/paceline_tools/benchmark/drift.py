@@ -22,7 +22,7 @@ _RATIOS = tuple(4.0**power for power in range(-1, 8))
 # The other run begins so many lengths of this one after this one's end.
 _BREAK = 1.0
 # Of more texts, evenly spread ones are taken.
-_MOST_TEXTS = 300
+_MOST_TEXTS = 200
 
 
 @dataclass(frozen=True, slots=True)
