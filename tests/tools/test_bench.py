@@ -352,12 +352,14 @@ def test_nothing_that_a_run_reads_is_written_over(
     run.write_text(document.to_json(summarise(document)), encoding="utf-8")
     text = tmp_path / "humaneval.jsonl"
     text.write_bytes(prompts.read_bytes())
-    before = {path: path.read_bytes() for path in (run, text, table_bundle / "paceline.json")}
+    other = write_table_bundle(tmp_path / "other")
+    before = {path: path.read_bytes() for path in (run, text, table_bundle / "paceline.json", other / "paceline.json")}
     for args in (
         ("--from", run, "--html", run),
         (table_bundle, "--prompts", text, "--json", text),
         (table_bundle, "--prompts", f"humaneval:{text}", "--html", text.parent / "." / text.name),
         (table_bundle, "--json", table_bundle / "paceline.json"),
+        (table_bundle, "--json", other / "paceline.json"),
         (table_bundle, "--html", table_bundle / "page.html"),
     ):
         result = invoke("bench", *args)

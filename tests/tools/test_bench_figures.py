@@ -127,7 +127,7 @@ def check_summary(data: dict[str, Any]) -> int:
 
 
 def test_every_figure_can_be_recomputed_from_the_json(tmp_path: Path) -> None:
-    document = made_up(1, temperatures=(0.0, 0.8))
+    document = made_up(1, prompts=4, repeats=2, temperatures=(0.0, 0.8))
     path = tmp_path / "run.json"
     path.write_text(document.to_json(summarise(document)), encoding="utf-8")
     data = json.loads(path.read_text(encoding="utf-8"))
