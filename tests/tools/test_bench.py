@@ -176,6 +176,22 @@ def test_a_process_that_is_signalled_keeps_what_is_there(
     assert f"was broken off ({name})" in html.read_text(encoding="utf-8")
 
 
+def test_ctrl_c_while_results_are_saved_loses_nothing(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(threads: int) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return read_bandwidth(threads)
+
+    monkeypatch.setattr("paceline_tools.benchmark.loaded.read_bandwidth", interrupted)
+    file = tmp_path / "run.json"
+    result = invoke("bench", table_bundle, *SHORT, prompts, "--json", file)
+    assert result.exit_code == 130, result.output
+    assert "12 texts of 3 prompts" in result.stdout
+    assert json.loads(file.read_text())["run"]["complete"] is True
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_fault_in_the_middle_keeps_what_is_there(
     invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
