@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +34,19 @@ RUN = {
 }
 
 
+@cache
+def _text(prompt: int, k: int) -> tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Seconds of each step, and its tokens: emitted, proposed, accepted."""
+    rng = np.random.default_rng([prompt, k])
+    tokens, accepted = [1], [0]
+    while sum(tokens) < 64:
+        accepted.append(int(np.cumprod(rng.random(k) < 0.6 + 0.1 * (prompt % 4)).sum()))
+        tokens.append(min(accepted[-1] + 1, 64 - sum(tokens)))
+    rounds = len(tokens) - 1
+    seconds = (0.2, *[(PASS_MS * (1 + 0.15 * k) + k * STEP_MS + REST_MS) / 1000] * rounds)
+    return seconds, tuple(tokens), (0, *[k] * rounds), tuple(accepted)
+
+
 def made_up(
     seed: int,
     *,
@@ -54,14 +70,7 @@ def made_up(
         for prompt in range(prompts):
             for index, method in enumerate(methods):
                 k = method.fixed or (3 if method.num_draft_tokens == "auto" else 0)
-                text = np.random.default_rng([prompt, k])
-                seconds, tokens, proposed, accepted = [0.2], [1], [0], [0]
-                while sum(tokens) < 64:
-                    stood = int(np.cumprod(text.random(k) < 0.6 + 0.1 * (prompt % 4)).sum())
-                    seconds.append((PASS_MS * (1 + 0.15 * k) + k * STEP_MS + REST_MS) / 1000)
-                    tokens.append(min(stood + 1, 64 - sum(tokens)))
-                    proposed.append(k)
-                    accepted.append(stood)
+                seconds, tokens, proposed, accepted = _text(prompt, k)
                 factor = slower * (slower_methods or {}).get(method.name, 1.0) * float(np.exp(rng.normal(0, noise)))
                 steps = tuple(round(one * factor, 6) for one in seconds)
                 rounds = len(steps) - 1
@@ -71,9 +80,9 @@ def made_up(
                         method=index,
                         repeat=repeat,
                         steps_s=steps,
-                        steps_tokens=tuple(tokens),
-                        steps_proposed=tuple(proposed),
-                        steps_accepted=tuple(accepted),
+                        steps_tokens=tokens,
+                        steps_proposed=proposed,
+                        steps_accepted=accepted,
                         prefill_s=steps[0],
                         decode_s=sum(steps[1:]),
                         target_s=rounds * PASS_MS * (1 + 0.15 * k) * factor / 1000,
@@ -88,3 +97,15 @@ def made_up(
     listed = tuple(MeasuredPrompt(f"{name} {index}", name, 50 + index) for index, name in enumerate(names))
     run = {**RUN, "settings": {"max_new_tokens": 64, "repeats": repeats}}
     return Document(run, tuple(methods), listed, (), tuple(measured))
+
+
+def drifting(document: Document, factor: Callable[[float], float]) -> Document:
+    """The run on a machine that takes `factor` times as long, at moments from 0 to 1."""
+    measured = []
+    for index, one in enumerate(document.measurements):
+        times = factor(index / len(document.measurements))
+        slower: dict[str, Any] = {
+            name: getattr(one, name) * times for name in ("prefill_s", "decode_s", "target_s", "draft_s")
+        }
+        measured.append(replace(one, steps_s=tuple(times * step for step in one.steps_s), **slower))
+    return replace(document, measurements=tuple(measured))

@@ -29,7 +29,7 @@ from paceline_tools.benchmark.meters import EnergyMeter, read_bandwidth
 
 from .bench_documents import made_up
 from .conftest import CONTEXT, Invoke, environment, run_paceline, write_table_bundle
-from .test_bench_figures import check_summary
+from .test_bench_figures import FIGURES, check_summary
 
 SHORT = ("--max-new-tokens", 24, "--repeats", 2, "--prompts")
 
@@ -74,7 +74,7 @@ def test_it_measures_every_method_and_writes_what_it_prints(
         ("temperature 0.8", "K = 2, token rule"),
     ]
     assert len(data["measurements"]) == 6 * 3 * 2
-    assert check_summary(data) == 6 * 3 * 17
+    assert check_summary(data) == 6 * 3 * FIGURES
     greedy = data["summary"]["samplings"]["greedy"]["methods"]["auto, token rule"]["all"]
     assert greedy["same_as_plain"] == {"same": 3, "prompts": 3}
     assert f"{greedy['speedup']['value']:.2f}×" in result.stdout
@@ -176,6 +176,22 @@ def test_a_process_that_is_signalled_keeps_what_is_there(
     assert f"was broken off ({name})" in html.read_text(encoding="utf-8")
 
 
+def test_ctrl_c_while_results_are_saved_loses_nothing(
+    invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(threads: int) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return read_bandwidth(threads)
+
+    monkeypatch.setattr("paceline_tools.benchmark.loaded.read_bandwidth", interrupted)
+    file = tmp_path / "run.json"
+    result = invoke("bench", table_bundle, *SHORT, prompts, "--json", file)
+    assert result.exit_code == 130, result.output
+    assert "12 texts of 3 prompts" in result.stdout
+    assert json.loads(file.read_text())["run"]["complete"] is True
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_fault_in_the_middle_keeps_what_is_there(
     invoke: Invoke, table_bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +247,7 @@ def test_short_texts_have_figures_too(invoke: Invoke, table_bundle: Path, prompt
     figures = data["summary"]["samplings"]["greedy"]["methods"]["auto"]["all"]
     assert figures["timed_texts"] == 6
     assert figures["speedup"]["value"] > 0
-    assert check_summary(data) == 2 * 3 * 17
+    assert check_summary(data) == 2 * 3 * FIGURES
 
 
 def test_a_limit_looks_at_the_first_prompts_alone(
@@ -352,12 +368,14 @@ def test_nothing_that_a_run_reads_is_written_over(
     run.write_text(document.to_json(summarise(document)), encoding="utf-8")
     text = tmp_path / "humaneval.jsonl"
     text.write_bytes(prompts.read_bytes())
-    before = {path: path.read_bytes() for path in (run, text, table_bundle / "paceline.json")}
+    other = write_table_bundle(tmp_path / "other")
+    before = {path: path.read_bytes() for path in (run, text, table_bundle / "paceline.json", other / "paceline.json")}
     for args in (
         ("--from", run, "--html", run),
         (table_bundle, "--prompts", text, "--json", text),
         (table_bundle, "--prompts", f"humaneval:{text}", "--html", text.parent / "." / text.name),
         (table_bundle, "--json", table_bundle / "paceline.json"),
+        (table_bundle, "--json", other / "paceline.json"),
         (table_bundle, "--html", table_bundle / "page.html"),
     ):
         result = invoke("bench", *args)
@@ -451,7 +469,9 @@ def test_a_real_pair(smol_bundle: Path, tmp_path: Path) -> None:
     done = run_paceline("bench", smol_bundle, *args, input="Name three rivers.")
     assert done.returncode == 0, done.stderr
     data = json.loads(file.read_text())
-    assert check_summary(data) == 3 * 17
+    assert check_summary(data) == 3 * FIGURES
+    for one in data["measurements"]:  # a limit or an end may cut the last step alone
+        assert one["steps_tokens"][1:-1] == [accepted + 1 for accepted in one["steps_accepted"][1:-1]]
     for found in data["summary"]["samplings"]["greedy"]["methods"].values():
         assert abs(found["all"]["shares"]["outside"]) < 0.02
         assert found["all"]["shares"]["target"] > 0.3
@@ -508,7 +528,7 @@ def test_another_bundle_of_the_checkpoint_beside(
     assert [(one["name"], one["bundle"]) for one in data["methods"]] == [
         *(("plain", ""), ("K = 2", ""), ("int8: plain", "int8"), ("int8: K = 2", "int8")),
     ]
-    assert check_summary(data) == 4 * 3 * 17
+    assert check_summary(data) == 4 * 3 * FIGURES
     figures = data["summary"]["samplings"]["greedy"]["methods"]
     assert figures["int8: plain"]["all"]["speedup"]["value"] > 0  # over plain decoding with the first bundle
     assert len(data["summary"]["samplings"]["greedy"]["forecast"]) == 1

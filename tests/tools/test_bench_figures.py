@@ -38,14 +38,18 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
     def decoded(one: dict[str, Any]) -> int:
         return int(sum(one["steps_tokens"][1:]))
 
+    timed: dict[int, list[int]] = {}  # repeats by prompt
+    for prompt in chosen:
+        for repeat in range(data["run"]["settings"]["repeats"]):
+            cell = [by_key.get((i, prompt, repeat)) for i in of_sampling]
+            if all(one is not None and decoded(one) >= fewest for one in cell):
+                timed.setdefault(prompt, []).append(repeat)
+
     def over_prompts(figure: Any, method: int) -> float | None:
         logs = []
-        for prompt in chosen:
-            values = []
-            for repeat in range(data["run"]["settings"]["repeats"]):
-                cell = [by_key.get((i, prompt, repeat)) for i in of_sampling]
-                if all(one is not None and decoded(one) >= fewest for one in cell):
-                    values.append(figure(by_key[method, prompt, repeat]))
+        for prompt, repeats in timed.items():
+            values = [figure(by_key[method, prompt, repeat]) for repeat in repeats]
+            values = [value for value in values if value is not None]
             if values:
                 logs.append(math.log(statistics.median(values)))
         return math.exp(statistics.mean(logs)) if logs else None
@@ -88,8 +92,15 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
     assert base is not None
     assert whole is not None
     assert base_whole is not None
+    new_tokens = sum(sum(one["steps_tokens"]) for one in texts)
+    joules = [one["energy_j"] for one in texts]
     return {
-        "new_tokens": sum(sum(one["steps_tokens"]) for one in texts),
+        "texts": len(texts),
+        "timed_prompts": len(timed),
+        "timed_texts": sum(map(len, timed.values())),
+        "energy_j_per_token": None if None in joules else sum(joules) / new_tokens,
+        "predicted_speedup": over_prompts(lambda one: one["predicted_speedup"], index),
+        "new_tokens": new_tokens,
         "rounds": len(steps),
         "ms_per_token": per_token,
         "tokens_per_second": 1000 / per_token,
@@ -107,6 +118,10 @@ def recomputed(data: dict[str, Any], sampling: str, name: str, category: str | N
         "shares": {**shares, "outside": 1 - sum(shares.values())},
         "same_as_plain": None if index == plain or sampling != "greedy" else {"same": sum(same), "prompts": len(same)},
     }
+
+
+# How many figures `recomputed` gives.
+FIGURES = 22
 
 
 def check_summary(data: dict[str, Any]) -> int:
@@ -127,11 +142,16 @@ def check_summary(data: dict[str, Any]) -> int:
 
 
 def test_every_figure_can_be_recomputed_from_the_json(tmp_path: Path) -> None:
-    document = made_up(1, temperatures=(0.0, 0.8))
+    document = made_up(1, prompts=4, repeats=2, temperatures=(0.0, 0.8))
+    measured = tuple(replace(one, energy_j=1.0 + index) for index, one in enumerate(document.measurements))
+    document = replace(document, measurements=measured)
     path = tmp_path / "run.json"
     path.write_text(document.to_json(summarise(document)), encoding="utf-8")
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert check_summary(data) == 2 * 4 * 3 * 17
+    assert check_summary(data) == 2 * 4 * 3 * FIGURES
+    plain = data["summary"]["samplings"]["greedy"]["methods"]["plain"]["all"]["ms_per_token"]["value"]
+    reading_ms = 1000 * RUN["target_bytes"] / RUN["read_bytes_per_s"]
+    assert data["summary"]["bandwidth_share"] == pytest.approx(reading_ms / plain)
     again = Document.read(path)
     assert again == document
     assert json.loads(json.dumps(summarise(again))) == data["summary"]  # the intervals, too
@@ -179,6 +199,46 @@ def test_the_theory_predicts_what_is_measured_where_its_assumptions_hold() -> No
     for k in (2, 4):
         measured = found["methods"][f"K = {k}"]["all"]["speedup"]["value"]
         assert curve["points"][k - 1]["speedup"] == pytest.approx(measured, rel=0.03)
+
+
+def test_the_theorys_curve_can_be_recomputed_from_the_json() -> None:
+    document = made_up(1, prompts=3, repeats=2)
+    data = json.loads(document.to_json(summarise(document)))
+    by_k = {0: "plain", 2: "K = 2", 4: "K = 4"}
+    texts = {
+        k: [one for one in data["measurements"] if data["methods"][one["method"]]["name"] == name]
+        for k, name in by_k.items()
+    }
+
+    def total(k: int, name: str) -> float:
+        return float(sum(one[name] for one in texts[k]))
+
+    rounds = {k: sum(len(one["steps_s"]) - 1 for one in found) for k, found in texts.items()}
+    unit = total(0, "decode_s") / rounds[0]
+    passes = {k: total(k, "target_s") / rounds[k] / unit for k in by_k}
+    passes |= {1: (passes[0] + passes[2]) / 2, 3: (passes[2] + passes[4]) / 2}
+    rest = [(total(k, "decode_s") - total(k, "draft_s") - total(k, "target_s")) / rounds[k] / unit for k in (2, 4)]
+    drafted = sum(sum(one["steps_proposed"]) for k in (2, 4) for one in texts[k])
+    step = (total(2, "draft_s") + total(4, "draft_s")) / drafted / unit
+    (curve,) = data["summary"]["samplings"]["greedy"]["forecast"]
+    for point in curve["points"]:
+        speedups = []
+        for prompt in range(3):
+            pairs = [
+                pair
+                for k in (2, 4)
+                for one in texts[k]
+                if one["prompt"] == prompt
+                for pair in list(zip(one["steps_proposed"], one["steps_accepted"], strict=True))[1:]
+            ]
+            tokens, survive = 1.0, 1.0
+            for place in range(1, point["k"] + 1):
+                reached = [stood for drafted, stood in pairs if drafted >= place and stood >= place - 1]
+                survive *= sum(stood >= place for stood in reached) / len(reached)
+                tokens += survive
+            speedups.append(tokens / (point["k"] * step + passes[point["k"]] + statistics.mean(rest)))
+        assert point["speedup"] == pytest.approx(statistics.geometric_mean(speedups))
+    assert [point["k"] for point in curve["points"]] == [1, 2, 3, 4]
 
 
 def test_texts_that_are_too_short_count_but_are_not_timed() -> None:

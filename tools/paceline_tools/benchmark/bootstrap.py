@@ -47,7 +47,9 @@ class Term:
     power: int
 
 
-def estimate(terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool = False) -> Estimate | None:
+def estimate(
+    terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool = False, drift: float = 0.0
+) -> Estimate | None:
     """Geometric mean over prompts of a product of medians over repeats, with its interval.
 
     The bootstrap draws prompts anew, and of each prompt's repeats as many as there are, the same for all terms of a
@@ -60,6 +62,8 @@ def estimate(terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool 
         level: of the interval.
         fixed_prompts: the figure is about these prompts and no others: repeats alone are drawn anew, if each prompt has
             two. That is also done where there is one prompt.
+        drift: how far another run's figure may lie from this one's, by `Drift.reach`, for times that are not set
+            against others of the same moments.
 
     Returns:
         None where there are no prompts.
@@ -86,9 +90,10 @@ def estimate(terms: Sequence[Term], level: float = 0.95, *, fixed_prompts: bool 
         picks = (rng.random((*shape, width)) * repeats[prompts][..., None]).astype(np.int64)
         for term in of_run:
             drawn = term.times.values[prompts[..., None], picks]  # [resamples, prompts, repeats]
-            logs += term.power * np.log(np.median(drawn, axis=-1))
+            drawn.sort(axis=-1)  # of few values, four times as fast as numpy's median
+            logs += term.power * np.log((drawn[..., (width - 1) // 2] + drawn[..., width // 2]) / 2)
     error = math.sqrt(size / (size - 1)) * float(logs.mean(axis=1).std(ddof=1))
-    reach = float(special.stdtrit(degrees, (1 + level) / 2)) * error
+    reach = math.hypot(float(special.stdtrit(degrees, (1 + level) / 2)) * error, drift)
     return Estimate(math.exp(value), math.exp(value - reach), math.exp(value + reach))
 
 

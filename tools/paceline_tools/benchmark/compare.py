@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -62,17 +63,18 @@ def changes(old: Document, new: Document, tolerance: float) -> list[Change]:
         tolerance: a change of so much either way is never flagged: 0.05 is 5 %.
     """
     found = []
-    for sampling in new.samplings:
-        if sampling not in old.samplings:
+    runs_before = Runs.of(old)
+    for sampling, runs in Runs.of(new).items():
+        if sampling not in runs_before:
             continue
-        pair = _Pair(Runs(old, sampling), Runs(new, sampling))
+        pair = _Pair(runs_before[sampling], runs)
         for index in pair.new.methods:
             name = new.methods[index].name
             before = next((other for other in pair.old.methods if old.methods[other].name == name), None)
             if before is None or not pair.prompts or before in pair.old.failed or index in pair.new.failed:
                 continue
             for figure, terms in pair.terms(before, index):
-                ratio = estimate(terms, _LEVEL, fixed_prompts=True)
+                ratio = estimate(terms, _LEVEL, fixed_prompts=True, drift=pair.drift(figure))
                 assert ratio is not None  # there are prompts
                 verdict = _verdict(ratio, tolerance)
                 found.append(Change(sampling, name, figure, len(pair.prompts), ratio, verdict))
@@ -117,6 +119,14 @@ class _Pair:
                     Term(self._old(self.old.plain, decoding), 1),
                 ],
             )
+
+    def drift(self, name: str) -> float:
+        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm: what both runs say."""
+        if name == _RELATIVE:  # times over plain decoding's drift alike
+            return 0.0
+        old = self.old.reach([old for old, _ in self.prompts], _LEVEL)
+        new = self.new.reach([new for _, new in self.prompts], _LEVEL)
+        return math.hypot(old, new) / math.sqrt(2)
 
     def _old(self, method: int, figure: Callable[[Measurement], float]) -> Times:
         return self.old.times(method, [old for old, _ in self.prompts], figure, run=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import numpy as np
 from .bootstrap import Estimate, Term, Times, estimate
 from .crowds import Crowd
 from .document import Document
+from .drift import TimedText, drift_of
 from .methods import PLAIN
 from .percentiles import percentiles
 
@@ -30,8 +32,9 @@ def crowd_figures(document: Document, sampling: str) -> list[dict[str, Any]]:
         keys = set.intersection(*({(one.prompts, one.repeat) for one in ones} for ones in by_method.values()))
         times = {method: _times(ones, keys) for method, ones in by_method.items()}
         plain = next((method for method in by_method if document.methods[method].name == PLAIN), None)
+        drift = 0.0 if plain is None else _drift(document, plain, keys)
         for method, crowds in sorted(by_method.items()):
-            ms = estimate([Term(times[method], 1)]) if keys else None
+            ms = estimate([Term(times[method], 1)], drift=drift) if keys else None
             speedup = None
             if keys and plain is not None and method != plain:
                 speedup = estimate([Term(times[plain], 1), Term(times[method], -1)])
@@ -55,6 +58,19 @@ def crowd_figures(document: Document, sampling: str) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _drift(document: Document, plain: int, keys: set[tuple[tuple[int, ...], int]]) -> float:
+    """How far the time of a token may lie in another run, as a logarithm: what plain decoding's groups say."""
+    groups = list(dict.fromkeys(prompts for prompts, _ in keys))
+    ends = itertools.accumulate(one.wall_s for one in document.crowds)
+    texts = [
+        TimedText(end - one.wall_s / 2, plain, groups.index(one.prompts), one.wall_s / one.new_tokens)
+        for one, end in zip(document.crowds, ends, strict=True)
+        if one.method == plain and (one.prompts, one.repeat) in keys
+    ]
+    found = drift_of(texts, sum(one.wall_s for one in document.crowds))
+    return found.reach([text.when for text in texts], 0.95) if found else 0.0
 
 
 def _times(crowds: Sequence[Crowd], keys: set[tuple[tuple[int, ...], int]]) -> Times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from .bootstrap import Estimate, Term, Times, estimate
 from .crowd_figures import crowd_figures
 from .document import Document
+from .drift import Drift, TimedText, drift_of
 from .forecast import forecast
 from .measurement import Measurement
 from .methods import OURS, PLAIN
@@ -47,6 +49,12 @@ class Runs:
                 self.by_method[one.method].append(one)
                 if one.decoded >= fewest and one.decode_s > 0 and one.steps_s[0] > 0:
                     cells[one.prompt, one.repeat][one.method] = one
+        ends = itertools.accumulate(one.wall_s for one in document.measurements)
+        self._when = {
+            (one.prompt, one.method, one.repeat): end - one.wall_s / 2
+            for one, end in zip(document.measurements, ends, strict=True)
+        }
+        self.drift: Drift | None = None
         # Of each prompt, the repeats that can be timed.
         self.timed: dict[int, list[dict[int, Measurement]]] = defaultdict(list)
         for (prompt, _), cell in sorted(cells.items()):
@@ -65,6 +73,34 @@ class Runs:
         for row, prompt in enumerate(prompts):
             values[row, : len(self.timed[prompt])] = [figure(cell[method]) for cell in self.timed[prompt]]
         return Times(values, np.array([len(self.timed[prompt]) for prompt in prompts], np.int64), run)
+
+    @classmethod
+    def of(cls, document: Document) -> dict[str, Runs]:
+        """All samplings, with the drift of the machine: of rounds that do the same work, whatever the text says."""
+        found = {sampling: cls(document, sampling) for sampling in document.samplings}
+        texts = [
+            TimedText(runs._middle(one), method, one.prompt, one.decode_s / one.rounds)
+            for runs in found.values()
+            for cells in runs.timed.values()
+            for cell in cells
+            for method, one in cell.items()
+            if document.methods[method].engine == OURS and len(set(one.steps_proposed[1:-1])) == 1
+        ]
+        drift = drift_of(texts, sum(one.wall_s for one in document.measurements)) if texts else None
+        for runs in found.values():
+            runs.drift = drift
+        return found
+
+    def reach(self, prompts: Sequence[int], level: float = 0.95) -> float:
+        """How far a time of any method over these prompts may lie in another run, as a logarithm."""
+        if self.drift is None or not prompts:
+            return 0.0
+        turns = [[self._middle(one) for one in cell.values()] for prompt in prompts for cell in self.timed[prompt]]
+        return self.drift.reach([statistics.mean(turn) for turn in turns], level)
+
+    def _middle(self, one: Measurement) -> float:
+        """Seconds from the first text to the middle of this one."""
+        return self._when[one.prompt, one.method, one.repeat]
 
     def texts(self, method: int, category: str | None) -> list[Measurement]:
         """All texts of a method in a category, or in all."""
@@ -91,8 +127,7 @@ def whole(one: Measurement) -> float:
 def summarise(document: Document) -> dict[str, Any]:
     """Every figure, by sampling and method: over all prompts, and by category."""
     by_sampling = {}
-    for sampling in document.samplings:
-        runs = Runs(document, sampling)
+    for sampling, runs in Runs.of(document).items():
         by_sampling[sampling] = {
             "methods": {
                 document.methods[method].name: {
@@ -105,6 +140,7 @@ def summarise(document: Document) -> dict[str, Any]:
                 for method in runs.methods
             },
             "forecast": forecast(document, runs.by_method),
+            "drift": math.expm1(runs.reach(runs.prompts(None))),
             "crowds": crowd_figures(document, sampling),
         }
     return {"samplings": by_sampling, "bandwidth_share": _bandwidth_share(document, by_sampling)}
@@ -115,7 +151,8 @@ def _figures(runs: Runs, method: int, category: str | None) -> dict[str, Any]:
     texts, prompts = runs.texts(method, category), [] if method in runs.failed else runs.prompts(category)
     ms = runs.times(method, prompts, decoding)
     ms_whole = runs.times(method, prompts, whole)
-    per_token = estimate([Term(ms, 1)])
+    drift = runs.reach(prompts)
+    per_token = estimate([Term(ms, 1)], drift=drift)
     speedup = speedup_whole = None
     if runs.plain is not None and method != runs.plain:
         speedup = estimate([Term(runs.times(runs.plain, prompts, decoding), 1), Term(ms, -1)])
@@ -132,7 +169,7 @@ def _figures(runs: Runs, method: int, category: str | None) -> dict[str, Any]:
         "rounds": rounds,
         "ms_per_token": _as_dict(per_token),
         "tokens_per_second": per_token and 1000 / per_token.value,
-        "ms_per_token_whole": _as_dict(estimate([Term(ms_whole, 1)])),
+        "ms_per_token_whole": _as_dict(estimate([Term(ms_whole, 1)], drift=drift)),
         "speedup": _as_dict(speedup),
         "speedup_whole": _as_dict(speedup_whole),
         "predicted_speedup": _predicted(runs, method, prompts),

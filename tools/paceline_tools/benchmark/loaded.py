@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +25,7 @@ from paceline_tools.measure import machine
 
 from .meters import read_bandwidth
 
-__all__ = ["Loaded", "gather", "say_broken"]
+__all__ = ["Loaded", "gather", "hold_signals", "say_broken"]
 
 _T = TypeVar("_T")
 
@@ -126,6 +128,27 @@ def gather(source: Iterable[_T], found: list[_T]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def hold_signals() -> None:
+    """Let Ctrl-C and SIGTERM wait until the command at hand has ended: first what was measured is saved and shown."""
+    click.get_current_context().with_resource(_signals_held())
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    seen: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: seen.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if seen:
+        signal.raise_signal(seen[0])
 
 
 def say_broken(broken: BaseException, anything: bool) -> None:

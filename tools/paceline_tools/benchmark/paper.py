@@ -13,7 +13,7 @@ from paceline.errors import InvalidInputError
 from paceline_tools.progress import stages
 
 from .document import Document, MeasuredPrompt, SkippedPrompt
-from .loaded import Loaded, gather, say_broken
+from .loaded import Loaded, gather, hold_signals, say_broken
 from .measurement import Failure, Measurement, Plan, measure
 from .meters import EnergyMeter
 from .methods import all_methods
@@ -108,6 +108,7 @@ def run_paper(
     if broken:
         say_broken(broken, bool(found))
     answers, stopped = _judged(jobs, found)
+    hold_signals()
     broken = broken or stopped
     settings = {
         "prompts": list(prompts),

@@ -70,8 +70,7 @@ def _scores(part: Part, method: int) -> NDArray[np.float64]:
 def _curve(part: Part) -> list[dict[str, Any]]:
     """Figure 1's points, plain decoding as K = 0; of each sampling and kind of drafting."""
     points = []
-    for sampling in part.document.samplings:
-        runs = Runs(part.document, sampling)
+    for sampling, runs in Runs.of(part.document).items():
         prompts = runs.prompts(None)
         for index in runs.methods:
             method = part.document.methods[index]
@@ -110,7 +109,7 @@ def _total(texts: Sequence[Measurement], name: str) -> int:
 def _over(
     runs: Runs, method: int, prompts: Sequence[int], figure: Callable[[Measurement], float]
 ) -> dict[str, float | None] | None:
-    return _as_dict(estimate([Term(runs.times(method, prompts, figure), 1)]))
+    return _as_dict(estimate([Term(runs.times(method, prompts, figure), 1)], drift=runs.reach(prompts)))
 
 
 def _speedup(runs: Runs, index: int, prompts: Sequence[int], method: Method) -> dict[str, float | None] | None:

@@ -195,7 +195,8 @@ def _notes(document: PaperDocument) -> list[str]:
         f"{machine['cpu']}, {machine['cores']} cores; {machine['system']}; Python {machine['python']}, {packages}.",
         f"Loaded in {duration(run['load_s'])}; {size(run['peak_bytes'])} of memory at most.",
         "ArS: plain decoding; SpS: speculative decoding; all methods wrote in turns, in one process. ms/token and "
-        "speedup leave the passes over the prompt out. The paper measured Chinchilla 70B on 16 TPUs.",
+        "speedup leave the passes over the prompt out. Intervals of times hold the machine's drift, too, which "
+        "speedups hardly feel. The paper measured Chinchilla 70B on 16 TPUs.",
     ]
     if not document.complete:
         lines.append(f"THE RUN WAS BROKEN OFF ({run['ended_by']}); these are the texts up to then.")

@@ -203,6 +203,12 @@ def _notes(document: Document, summary: Mapping[str, Any]) -> str:
         lines.append(
             f"{name}: {models}, loaded in {duration(other['load_s'])}; its speedup is over this bundle's plain."
         )
+    drifts = [found["drift"] for found in summary["samplings"].values()]
+    if any(drifts):
+        lines.append(
+            f"Times of another run may lie {percent(max(drifts))} away for noise and drift alone, as this run's rounds "
+            "tell; intervals of ms/token hold that, speedups are hardly touched by it."
+        )
     if document.skipped:
         lines.append(f"{len(document.skipped)} prompts were skipped: {document.skipped[0].reason}.")
     share = summary["bandwidth_share"]

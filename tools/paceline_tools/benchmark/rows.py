@@ -92,6 +92,8 @@ def rows_in(name: str, found: bytes) -> list[Row]:
             fields = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InvalidInputError(f"{where}: not UTF-8 (byte {error.start} of the line).") from error
+        except json.JSONDecodeError as error:  # whose own line would be the first of this one
+            raise InvalidInputError(f"{where}: no JSON ({error.msg} at character {error.colno}).") from error
         except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{where}: no JSON ({error}).") from error
         if not isinstance(fields, dict):

@@ -16,7 +16,7 @@ from paceline_tools.progress import stages
 
 from .crowds import Crowd, measure_crowds
 from .document import Document, MeasuredPrompt, SkippedPrompt
-from .loaded import Loaded, gather, say_broken
+from .loaded import Loaded, gather, hold_signals, say_broken
 from .measurement import Failure, Measurement, Plan, measure
 from .meters import EnergyMeter
 from .methods import Method, all_methods
@@ -104,6 +104,7 @@ def run_benchmark(
         if at_once and not broken:
             with stages() as on_progress:
                 broken = gather(measure_crowds(decoder, ids, plan, at_once, on_progress, decoders), crowds)
+        hold_signals()
     finally:
         for choice in choices:
             engine = engines[choice.name]
