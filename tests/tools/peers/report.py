@@ -18,7 +18,7 @@ from paceline_tools.tables import number, table
 
 from .prompts import CODE, EDIT, RETRIEVAL
 
-__all__ = ["BASE", "DEFAULT", "Figures", "summarise", "tables"]
+__all__ = ["BASE", "DEFAULT", "Figures", "geometric_mean", "summarise", "tables"]
 
 BASE, DEFAULT, DRAFT_MODEL = "paceline:plain", "paceline:auto", "paceline:auto-draft-model"
 # A text with fewer tokens behind the first is not looked at.
@@ -56,7 +56,7 @@ class Figures:
     def ms(self, method: str, prompts: Sequence[str], *, whole: bool = False) -> float | None:
         """Geometric mean of milliseconds per token; with the pass over the prompt if `whole`."""
         source = self._whole if whole else self._decoding
-        return _mean([source.get((method, prompt)) for prompt in prompts])
+        return geometric_mean([source.get((method, prompt)) for prompt in prompts])
 
     def speedups(self, method: str, base: str, prompts: Sequence[str]) -> dict[str, float]:
         """`base`'s time over `method`'s, by prompt."""
@@ -69,7 +69,7 @@ class Figures:
 
     def speedup(self, method: str, base: str, prompts: Sequence[str]) -> float | None:
         """Geometric mean of `speedups`."""
-        return _mean(list(self.speedups(method, base, prompts).values()))
+        return geometric_mean(list(self.speedups(method, base, prompts).values()))
 
     def best(self, methods: Iterable[str], prompts: Sequence[str]) -> str | None:
         """The method that is fastest on these prompts."""
@@ -78,7 +78,7 @@ class Figures:
 
     def predicted(self, method: str, prompts: Sequence[str]) -> float | None:
         """Geometric mean of the speedups that paceline's plans expected; None where it tells none."""
-        return _mean([self._predicted.get((method, prompt)) for prompt in prompts])
+        return geometric_mean([self._predicted.get((method, prompt)) for prompt in prompts])
 
 
 def summarise(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _median(runs: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float
     return statistics.median(values) if values else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def geometric_mean(values: Sequence[float | None]) -> float | None:
     """Geometric mean of what is defined and above 0."""
     logarithms = [math.log(value) for value in values if value]
     return math.exp(statistics.mean(logarithms)) if logarithms else None
