@@ -175,7 +175,7 @@ class Planner:
         self._acceptance = self._text.mean
         if (costs := self._costs) is None:
             return min(_BLIND, self._most)
-        best, _ = self._best(self._acceptance, costs, costs.draft_step)
+        best, _ = self._best([self._acceptance] * self._most, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
     def worth_a_prefill(self, missed: int) -> bool:
@@ -238,11 +238,13 @@ class Planner:
         """
         if (costs := self._costs) is None:
             return 0
-        acceptance = self._copies[bisect_right(_MATCHES, match_length)].mean
-        best, rate = self._best(acceptance, costs, 0.0)
+        # Each copied token that stands makes the match longer by one, and so the next one likelier.
+        acceptances = [self._copies_of(match_length + place).mean for place in range(self._most)]
+        best, rate = self._best(acceptances, costs, 0.0)
         if not best or rate <= self._rate(costs):
             return 0
-        self._copied, self._acceptance = match_length, acceptance
+        self._copied = match_length
+        self._survivals = list(accumulate(acceptances[:best], operator.mul))
         return best
 
     def end(
@@ -269,9 +271,8 @@ class Planner:
         """
         judged = min(num_accepted + 1, num_proposed)
         if self._copied is not None:
-            copies = self._copies[bisect_right(_MATCHES, self._copied)]
             for index in range(judged):
-                copies.add(float(index < num_accepted), 1)
+                self._copies_of(self._copied + index).add(float(index < num_accepted), 1)
             judged = 0  # of the draft model's tokens
         for index in range(judged):
             self._text.add(float(index < num_accepted), 1)
@@ -313,7 +314,7 @@ class Planner:
         if not catching_up:
             return True
         costs = self._costs or ASSUMED_COSTS
-        _, rate = self._best(acceptance, costs, costs.draft_step)
+        _, rate = self._best([acceptance] * self._most, costs, costs.draft_step)
         saved = min(self._to_come, _LIKELY_TOKENS) * (costs.target(1) - 1 / rate)
         return catching_up * costs.draft_step <= saved
 
@@ -323,15 +324,25 @@ class Planner:
 
     def _expected_tokens(self, num_proposed: int) -> float:
         """Tokens that the round was expected to bring, by what was known before its tokens were judged."""
-        if self.asks and self._copied is None:
-            return 1 + sum(self._survivals)
+        if self.asks:
+            return 1 + sum(self._survivals[:num_proposed])
         return tokens_per_round(self._acceptance, num_proposed)
 
-    def _best(self, acceptance: float, costs: Costs, draft_step: float) -> tuple[int, float]:
-        """The number of tokens to draft that brings the most tokens per second, and these."""
+    def _copies_of(self, match_length: int) -> Average:
+        """How often the next token stands of a copy whose match has so many tokens."""
+        return self._copies[bisect_right(_MATCHES, match_length)]
+
+    def _best(self, acceptances: Iterable[float], costs: Costs, draft_step: float) -> tuple[int, float]:
+        """The number of tokens to draft that brings the most tokens per second, and these.
+
+        Args:
+            acceptances: of each token, if those before it stand; as many as may be drafted.
+            costs: of runs.
+            draft_step: seconds of drafting a token.
+        """
         best, most = 0, 1 / costs.target(1)
         tokens = survival = 1.0
-        for k in range(1, self._most + 1):
+        for k, acceptance in enumerate(acceptances, 1):
             survival *= acceptance
             tokens += survival
             rate = tokens / (k * draft_step + costs.target(k + 1))

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -31,7 +32,7 @@ from paceline.streams import Streams
 from paceline_tools.tables import number, table
 
 from .measure_peers import all_prompts
-from .peers.prompts import CODE, EDIT
+from .peers.prompts import CODE, EDIT, Prompt
 from .peers.report import geometric_mean
 from .recorded import Recording, in_words, record, recorded_pair
 
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, help="of each text (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 is greedy, the default")
     add("--top-p", type=float, default=1.0)
+    add("--threads", type=int, help="of the models (default: one per core)")
     add("--seconds", type=float, default=float("inf"), help="stop recording behind so many; the next call goes on")
     return made
 
@@ -94,20 +96,31 @@ def record_all(options: argparse.Namespace) -> None:
     sampling = SamplingParams(options.temperature, top_p=options.top_p)
     done = {(one.prompt, one.sampling) for one in read(options.recordings)}
     options.demo = False
-    decoder = paceline.load(options.bundle)
+    decoder = paceline.load(options.bundle, threads=options.threads)
     assert decoder.tokenizer is not None
     started = time.monotonic()
     with options.recordings.open("a", encoding="utf-8") as file:
-        for index, prompt in enumerate(all_prompts(options)):
+        for prompt in by_turns(all_prompts(options)):
             ids = decoder.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
             if (prompt.name, in_words(sampling)) in done or len(ids) > options.longest_prompt:
                 continue
             if time.monotonic() - started > options.seconds:
                 break
-            one = record(decoder, prompt, ids, sampling, options.max_new_tokens, np.random.default_rng(index))
+            one = record(decoder, prompt, ids, sampling, options.max_new_tokens, np.random.default_rng(len(done)))
+            done.add((one.prompt, one.sampling))
             print(prompt.name, len(ids), len(one.token_ids), file=sys.stderr)
             file.write(json.dumps(one.as_dict()) + "\n")
             file.flush()
+
+
+def by_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The prompts with one of each category before the second of any: so a part of them tells of all."""
+    place = Counter[str]()
+    keyed = []
+    for prompt in prompts:
+        place[prompt.category] += 1
+        keyed.append((place[prompt.category], prompt))
+    return [prompt for _, prompt in sorted(keyed, key=lambda one: one[0])]
 
 
 def figures(one: Recording, costs: CostsByLength, noise: float, *, told: bool) -> Figures:
