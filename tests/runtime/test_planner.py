@@ -8,7 +8,7 @@ import pytest
 
 from paceline.costs import ASSUMED_COSTS, CostMeter, Costs, CostsByLength
 from paceline.errors import InvalidInputError
-from paceline.planner import MOST_DRAFT_TOKENS, Planner
+from paceline.planner import _COPIES_FALL, MOST_DRAFT_TOKENS, Planner
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 
 # The int4 Qwen pair on two cores: rows cost.
@@ -297,7 +297,7 @@ def test_copies_are_predicted_for() -> None:
     assert 0 < count <= MOST_DRAFT_TOKENS
     planner.end(count, count, rows=count + 1, target_s=0.1, draft_s=0.0)
     assert planner.predicted_speedup == pytest.approx(
-        tokens_per_round(0.9, count) * CPU.target(1) / CPU.target(count + 1)
+        tokens_per_round(1 - _COPIES_FALL[-1], count) * CPU.target(1) / CPU.target(count + 1)
     )
 
 

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -49,6 +49,7 @@ class Figures:
         auto: of the planner.
         predicted: what it expected.
         fixed: of fixed numbers of drafted tokens.
+        whole: of the planner and the fixed numbers, with the prompt: a fixed number has the draft model read all of it.
         limit: of foresight.
         limit_draft: of foresight that may not copy.
     """
@@ -56,6 +57,7 @@ class Figures:
     auto: float
     predicted: float
     fixed: tuple[float, ...]
+    whole: tuple[float, ...]
     limit: float
     limit_draft: float
 
@@ -96,7 +98,7 @@ def record_all(options: argparse.Namespace) -> None:
     sampling = SamplingParams(options.temperature, top_p=options.top_p)
     done = {(one.prompt, one.sampling) for one in read(options.recordings)}
     options.demo = False
-    decoder = paceline.load(options.bundle, threads=options.threads)
+    decoder = paceline.load(options.bundle, threads=options.threads, prefix_cache_bytes=1 << 30)
     assert decoder.tokenizer is not None
     started = time.monotonic()
     with options.recordings.open("a", encoding="utf-8") as file:
@@ -125,28 +127,30 @@ def by_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 def figures(one: Recording, costs: CostsByLength, noise: float, *, told: bool) -> Figures:
     """Write a text in every way."""
-    decoder, prompt = recorded_pair(one, costs, noise=noise, told=told)
+    decoder, prompt, seconds = recorded_pair(one, costs, noise=noise, told=told)
 
-    def play(**how: Any) -> tuple[float, float]:
-        """Seconds behind the prompt, and the speedup that was expected."""
+    def play(**how: Any) -> tuple[float, float, float]:
+        """Seconds behind the prompt and of all, and the speedup that was expected."""
+        before = seconds()
         generation = decoder.generate(prompt, max_new_tokens=one.max_new_tokens, **how)
         for _ in generation:
             pass
         stats = generation.stats
         if stats.new_tokens != len(one.token_ids):
             raise ValueError(f"{one.prompt}: {stats.new_tokens} tokens where {len(one.token_ids)} were recorded")
-        return stats.target_s + stats.draft_s, stats.predicted_speedup or 1.0
+        return stats.target_s + stats.draft_s, seconds() - before, stats.predicted_speedup or 1.0
 
-    plain, _ = play(num_draft_tokens=0)
-    auto, predicted = play()
-    fixed = tuple(plain / play(num_draft_tokens=k, drafter="draft-model")[0] for k in _FIXED)
+    plain, whole, _ = play(num_draft_tokens=0)
+    auto = play()
+    fixed = [play(num_draft_tokens=k, drafter="draft-model") for k in _FIXED]
     at = costs.at(len(one.prompt_ids) + len(one.token_ids) // 2)
     drafts, copies = _standing(one.proposed, one.token_ids), _copies(one)
     first = at.target(1) * (len(one.token_ids) - 1)
     return Figures(
-        plain / auto,
-        predicted,
-        fixed,
+        plain / auto[0],
+        auto[2],
+        tuple(plain / other[0] for other in fixed),
+        tuple(whole / other[1] for other in (auto, *fixed)),
         first / _least_seconds(at, drafts, copies),
         first / _least_seconds(at, drafts, [0] * len(copies)),
     )
@@ -207,36 +211,30 @@ def tables(found: dict[Recording, Figures], *, each: bool) -> str:
 
 
 _HEADER = (
-    "",
-    "texts",
-    "auto",
-    *(f"k{k}" for k in _FIXED),
-    "÷ best",
-    "predicted",
-    "off by",
-    "least",
-    "limit",
-    "no copies",
+    *("", "texts", "auto", *(f"k{k}" for k in _FIXED), "÷ best", "with prompt", "predicted", "off by", "least"),
+    *("limit", "no copies"),
 )
 
 
 def _row(name: str, group: list[Figures]) -> tuple[str, ...]:
-    def mean(values: Iterable[float]) -> float:
-        return geometric_mean(list(values)) or 0.0
+    def mean(figure: Callable[[Figures], float]) -> float:
+        return geometric_mean([figure(one) for one in group]) or 0.0
 
-    auto, predicted = mean(one.auto for one in group), mean(one.predicted for one in group)
-    fixed = [mean(one.fixed[index] for one in group) for index in range(len(_FIXED))]
+    auto, predicted = mean(lambda one: one.auto), mean(lambda one: one.predicted)
+    fixed = [mean(lambda one, index=index: one.fixed[index]) for index in range(len(_FIXED))]  # type: ignore[misc]
+    whole = [mean(lambda one, index=index: one.whole[index]) for index in range(len(_FIXED) + 1)]  # type: ignore[misc]
     return (
         name,
         str(len(group)),
         number(auto),
         *map(number, fixed),
         number(auto / max(*fixed, 1.0), 3),
+        number(whole[0] / max(*whole[1:], 1.0), 3),
         number(predicted),
         f"{100 * (predicted / auto - 1):+.0f} %",
         number(min(one.auto for one in group)),
-        number(mean(one.limit for one in group)),
-        number(mean(one.limit_draft for one in group)),
+        number(mean(lambda one: one.limit)),
+        number(mean(lambda one: one.limit_draft)),
     )
 
 

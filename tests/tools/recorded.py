@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,14 +20,18 @@ from numpy.typing import NDArray
 from paceline import SamplingParams, SpeculativeDecoder
 from paceline.costs import CostsByLength
 from paceline.kv_cache import KVCache
+from paceline.model import CausalLM
+from paceline.prefix_cache import GenerationCaches
 from paceline.sampling import FloatArray, distribution, softmax_at
 
 from .peers.prompts import Prompt
 
 __all__ = ["RecordedCache", "Recording", "in_words", "record", "recorded_pair"]
 
-# Tokens that the draft model goes on with behind one that falls. Behind them it is as sure as it was last.
-_ASTRAY = 7
+# Tokens that the draft model goes on with behind one that falls, or fewer where it is less sure than this: no plan goes
+# on there. Behind them it is as sure as it was last.
+_ASTRAY = 5
+_UNSURE = 0.3
 # What a token that the draft model has missed takes, in steps, from the third row of a run on: as the planner has it.
 _MISSED_TOKEN = 0.25
 
@@ -97,6 +101,8 @@ class _Law:
         if rng.random() * target(one)[0] < self(one)[0]:
             return emitted
         beyond = np.maximum(self.probs - target(self.ids), 0.0)
+        if not beyond.any():  # two tokens were nearly equal, and one row or many rows told
+            return int(self.ids[self.probs.argmax()])
         return int(rng.choice(self.ids, p=beyond / beyond.sum()))
 
 
@@ -108,23 +114,31 @@ def record(
     max_new_tokens: int,
     rng: np.random.Generator,
 ) -> Recording:
-    """Write a text plainly, then let the draft model propose along it."""
-    target, draft = decoder.target, decoder.draft
+    """Write a text, then run both models along it."""
+    draft = decoder.draft
     assert draft is not None
+    seeded = dataclasses.replace(sampling, seed=None if sampling.greedy else int(rng.integers(1 << 62)))
+    generation = decoder.generate(prompt_ids, seeded, max_new_tokens=max_new_tokens)
+    for _ in generation:
+        pass
     begin, end = len(prompt_ids), len(prompt_ids) + max_new_tokens
-    all_ids = np.arange(decoder.vocab_size)
-    cache, text = target.new_cache(end), list(prompt_ids)
-    sure, laws = [], []
-    while len(text) < end and not (len(text) > begin and text[-1] in decoder.eos_token_ids):
-        logits = target.forward(text[cache.length :], cache, 1)[0, : decoder.vocab_size]
-        sure.append(round(softmax_at(logits, int(logits.argmax())), 4))
-        laws.append(_Law(logits, all_ids, sampling))
-        text.append(laws[-1].draw(rng))
+    text = [*prompt_ids, *generation.token_ids]
+    caches = GenerationCaches(text, end + _ASTRAY, decoder.prefixes)
 
-    cache = draft.new_cache(end + _ASTRAY)
+    def along(model: CausalLM) -> tuple[FloatArray, KVCache]:
+        """The model's rows for every place of the text, `[n, vocab]`, and its cache."""
+        cache = caches.new(model)
+        cache.rollback(min(cache.length, begin - 1))
+        return model.forward(text[cache.length : -1], cache, len(text) - begin), cache
+
+    rows = along(decoder.target)[0][:, : decoder.vocab_size]
+    all_ids = np.arange(decoder.vocab_size)
+    sure = [round(softmax_at(row, int(row.argmax())), 4) for row in rows]
+    laws = [_Law(row, all_ids, sampling) for row in rows]
+
     ids = all_ids[: draft.vocab_size] if draft.logit_ids is None else draft.logit_ids
-    rows = draft.forward(text[:-1], cache, len(laws))[:, : len(ids)]
-    drafts = [_Law(row, ids, sampling) for row in rows]
+    rows, cache = along(draft)
+    drafts = [_Law(row[: len(ids)], ids, sampling) for row in rows]
     proposed = [one.proposal(law, token, rng) for one, law, token in zip(drafts, laws, text[begin:], strict=True)]
     astray = {}
     for place in reversed(range(len(laws))):  # what is overwritten is needed no more
@@ -132,7 +146,7 @@ def record(
         if token == text[begin + place]:
             continue
         cache.rollback(begin + place)
-        while len(more) < _ASTRAY and token not in decoder.eos_token_ids:
+        while len(more) < _ASTRAY and token not in decoder.eos_token_ids and not (more and more[-1][1] < _UNSURE):
             law = _Law(draft.forward([token], cache, 1)[0, : len(ids)], ids, sampling)
             token = law.draw(rng)
             more.append((token, round(law.largest, 4)))
@@ -174,7 +188,11 @@ class RecordedCache(KVCache):
 
 
 class _RecordedModel:
-    """One model of a recording: its rows have the recorded token as the largest, as sure as it was."""
+    """One model of a recording: its rows have the recorded token as the largest, as sure as it was.
+
+    Attributes:
+        seconds: of all its runs.
+    """
 
     logit_ids: NDArray[np.int64] | None = None
     max_length = 1 << 20
@@ -192,6 +210,7 @@ class _RecordedModel:
         self._recording, self._costs, self._small, self._is_draft = recording, costs, small, is_draft
         self._text = [small[token] for token in (*recording.prompt_ids, *recording.token_ids)]
         self._noise, self._rng = noise, rng
+        self.seconds = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -203,7 +222,9 @@ class _RecordedModel:
     def forward(self, tokens: Sequence[int], cache: RecordedCache, num_logits: int) -> NDArray[np.float32]:
         costs, count = self._costs.at(cache.length), len(tokens)
         seconds = costs.draft_step * (1 + _MISSED_TOKEN * max(count - 2, 0)) if self._is_draft else costs.target(count)
-        cache.seconds += seconds * math.exp(self._noise * self._rng.standard_normal())
+        seconds *= math.exp(self._noise * self._rng.standard_normal())
+        cache.seconds += seconds
+        self.seconds += seconds
         rows = []
         for index, token in enumerate(tokens, 1):
             if cache.agreed == cache.length and self._text[cache.length : cache.length + 1] == [token]:
@@ -236,8 +257,8 @@ class _RecordedModel:
 
 def recorded_pair(
     recording: Recording, costs: CostsByLength, *, noise: float = 0.0, told: bool = True
-) -> tuple[SpeculativeDecoder, list[int]]:
-    """A decoder that writes the recorded text behind the prompt that comes with it, both in ids of their own.
+) -> tuple[SpeculativeDecoder, list[int], Callable[[], float]]:
+    """A decoder that writes the recorded text, the prompt for it, both in ids of their own, and its models' seconds.
 
     Args:
         recording: of the text.
@@ -255,4 +276,4 @@ def recorded_pair(
     ended = len(recording.token_ids) < recording.max_new_tokens
     ends = [small[recording.token_ids[-1]]] if ended else []
     decoder = SpeculativeDecoder(target, draft, None, target.vocab_size, ends, costs=costs if told else None)
-    return decoder, [small[token] for token in recording.prompt_ids]
+    return decoder, [small[token] for token in recording.prompt_ids], lambda: target.seconds + draft.seconds

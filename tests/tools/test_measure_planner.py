@@ -48,7 +48,7 @@ def test_a_recording_plays_round_by_round_as_the_pair_that_wrote_it(how: dict[st
     for seed in range(3):
         decoder = pair(seed, eos)
         recording = recorded(decoder)
-        replayed, prompt = recorded_pair(recording, COSTS)
+        replayed, prompt, _ = recorded_pair(recording, COSTS)
         expected = rounds(decoder, PROMPT, **how)
         assert rounds(replayed, prompt, **how) == expected
         proposed += sum(count for count, _ in expected)
@@ -61,7 +61,7 @@ def test_drawn_proposals_have_the_draft_models_law() -> None:
     """Over texts that are drawn, too: so a proposal stands as often as the token rule lets it."""
     decoder, sampling = pair(0), SamplingParams(0.9, top_p=0.95)
     first = [
-        record(decoder, Prompt("a", "qa", ""), PROMPT, sampling, 1, np.random.default_rng(seed)) for seed in range(800)
+        record(decoder, Prompt("a", "qa", ""), PROMPT, sampling, 1, np.random.default_rng(seed)) for seed in range(500)
     ]
     assert decoder.draft is not None
     logits = decoder.draft.forward(PROMPT, decoder.draft.new_cache(20), 1)[0].astype(float)
