@@ -32,9 +32,9 @@ MOST_DRAFT_TOKENS = 15
 _BLIND = 1
 # How often the next token of a copy falls, over texts of all kinds, by classes of the match's length and their bounds.
 _MATCHES = (3, 5, 9, 17)
-_COPIES_FALL = (0.55, 0.4, 0.25, 0.15, 0.02)
+_COPIES_FALL = (0.6, 0.5, 0.3, 0.15, 0.02)
 # How much more often they fall in a text: before anything is seen, as if so many had fallen, and been expected to.
-_FALLEN = 0.7
+_FALLEN = 1.0
 # Bounds of the classes of confidence that acceptance is learned for.
 _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.

@@ -52,6 +52,7 @@ class Figures:
         whole: of the planner and the fixed numbers, with the prompt: a fixed number has the draft model read all of it.
         limit: of foresight.
         limit_draft: of foresight that may not copy.
+        limit_copies: of foresight that may only copy: what is left where the draft model does not read a long prompt.
     """
 
     auto: float
@@ -60,6 +61,7 @@ class Figures:
     whole: tuple[float, ...]
     limit: float
     limit_draft: float
+    limit_copies: float
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,6 +155,7 @@ def figures(one: Recording, costs: CostsByLength, noise: float, *, told: bool) -
         tuple(whole / other[1] for other in (auto, *fixed)),
         first / _least_seconds(at, drafts, copies),
         first / _least_seconds(at, drafts, [0] * len(copies)),
+        first / _least_seconds(at, [0] * len(drafts), copies),
     )
 
 
@@ -212,7 +215,7 @@ def tables(found: dict[Recording, Figures], *, each: bool) -> str:
 
 _HEADER = (
     *("", "texts", "auto", *(f"k{k}" for k in _FIXED), "÷ best", "with prompt", "predicted", "off by", "least"),
-    *("limit", "no copies"),
+    *("limit", "draft alone", "copies alone"),
 )
 
 
@@ -235,6 +238,7 @@ def _row(name: str, group: list[Figures]) -> tuple[str, ...]:
         number(min(one.auto for one in group)),
         number(mean(lambda one: one.limit)),
         number(mean(lambda one: one.limit_draft)),
+        number(mean(lambda one: one.limit_copies)),
     )
 
 
