@@ -203,16 +203,16 @@ class Average:
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
-        self._sum = 0.0
+        self.total = 0.0
         self.weight = 0.0
 
     def add(self, total: float, weight: float) -> None:
         """Take in `weight` values whose sum is `total`."""
         fade = self._memory**weight
-        self._sum = fade * self._sum + total
+        self.total = fade * self.total + total
         self.weight = fade * self.weight + weight
 
     @property
     def mean(self) -> float:
         """The mean; there must have been a value."""
-        return self._sum / self.weight
+        return self.total / self.weight

@@ -30,17 +30,19 @@ __all__ = ["MOST_DRAFT_TOKENS", "Planner"]
 MOST_DRAFT_TOKENS = 15
 # Tokens that a round drafts while nothing is known of the costs: few, so that a later round shows what rows cost.
 _BLIND = 1
-# Bounds of the classes of match lengths that the acceptance of copies is learned for, and its first guesses.
+# How often the next token of a copy falls, over texts of all kinds, by classes of the match's length and their bounds.
 _MATCHES = (3, 5, 9, 17)
-_COPY_PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9)
+_COPIES_FALL = (0.6, 0.5, 0.3, 0.15, 0.02)
+# How much more often they fall in a text: before anything is seen, as if so many had fallen, and been expected to.
+_FALLEN = 1.0
 # Bounds of the classes of confidence that acceptance is learned for.
 _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
 _PRIOR_WEIGHT = 5.0
 _PRIOR_ACCEPTANCE = 0.75
-# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 30 for the text.
+# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 50 for the text.
 _CLASS_MEMORY = 0.995
-_TEXT_MEMORY = 0.97
+_TEXT_MEMORY = 0.98
 _RATE_MEMORY = 0.9
 # Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
 _PAUSE = 32
@@ -49,7 +51,7 @@ _PAUSE = 32
 _MISSED_TOKEN = 0.25
 # It catches up when the rounds that went without it have cost this share of what catching up does: whether the text
 # stays worth it is not known, and so neither choice loses much more than need be (as with skis, rented or bought).
-_RENT = 0.5
+_RENT = 0.25
 # More tokens than this are not counted on, however long the text may become.
 _LIKELY_TOKENS = 256
 # Acceptance in texts that drafting is made for, such as code.
@@ -111,7 +113,8 @@ class Planner:
         self._costs_length = 0
         middles = [(low + high) / 2 for low, high in pairwise((0.0, *_CONFIDENCES, 1.0))]
         self._classes, self._by_target = _classes(middles), _classes(middles)
-        self._copies = _classes(_COPY_PRIORS)
+        # Of copied tokens: how many fell, and how many were expected to.
+        self._fallen, self._expected_to_fall = Average(_TEXT_MEMORY), Average(_TEXT_MEMORY)
         self._text = Average(_TEXT_MEMORY)
         self._text.add(_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT)
         self._tokens, self._seconds = Average(_RATE_MEMORY), Average(_RATE_MEMORY)
@@ -175,7 +178,7 @@ class Planner:
         self._acceptance = self._text.mean
         if (costs := self._costs) is None:
             return min(_BLIND, self._most)
-        best, _ = self._best(self._acceptance, costs, costs.draft_step)
+        best, _ = self._best([self._acceptance] * self._most, costs, costs.draft_step)
         return best if best or not self._stay_plain() else 1
 
     def worth_a_prefill(self, missed: int) -> bool:
@@ -197,7 +200,8 @@ class Planner:
             worth = self._margin(self._survival * self._text.mean, steps=1) > 0
         else:
             margin = self._margin(self._text.mean, steps=1)
-            self._lost = max(self._lost + margin, 0.0)
+            gain = max(margin, self._gain(self._text.mean)) if margin > 0 else margin
+            self._lost = max(self._lost + gain, 0.0)
             worth = (
                 margin > 0
                 and self._lost >= _RENT * self._tokens_in(catching_up)
@@ -238,11 +242,13 @@ class Planner:
         """
         if (costs := self._costs) is None:
             return 0
-        acceptance = self._copies[bisect_right(_MATCHES, match_length)].mean
-        best, rate = self._best(acceptance, costs, 0.0)
+        # Each copied token that stands makes the match longer by one, and so the next one likelier.
+        acceptances = [1 - min(self._fall_factor * _falls(match_length + place), 1.0) for place in range(self._most)]
+        best, rate = self._best(acceptances, costs, 0.0)
         if not best or rate <= self._rate(costs):
             return 0
-        self._copied, self._acceptance = match_length, acceptance
+        self._copied = match_length
+        self._survivals = list(accumulate(acceptances[:best], operator.mul))
         return best
 
     def end(
@@ -269,9 +275,9 @@ class Planner:
         """
         judged = min(num_accepted + 1, num_proposed)
         if self._copied is not None:
-            copies = self._copies[bisect_right(_MATCHES, self._copied)]
             for index in range(judged):
-                copies.add(float(index < num_accepted), 1)
+                self._fallen.add(float(index >= num_accepted), 1)
+                self._expected_to_fall.add(_falls(self._copied + index), 1)
             judged = 0  # of the draft model's tokens
         for index in range(judged):
             self._text.add(float(index < num_accepted), 1)
@@ -313,9 +319,15 @@ class Planner:
         if not catching_up:
             return True
         costs = self._costs or ASSUMED_COSTS
-        _, rate = self._best(acceptance, costs, costs.draft_step)
+        _, rate = self._best([acceptance] * self._most, costs, costs.draft_step)
         saved = min(self._to_come, _LIKELY_TOKENS) * (costs.target(1) - 1 / rate)
         return catching_up * costs.draft_step <= saved
+
+    def _gain(self, acceptance: float) -> float:
+        """Tokens that drafting, where tokens stand so often, saves for each that is written."""
+        costs = self._costs or ASSUMED_COSTS
+        _, rate = self._best([acceptance] * self._most, costs, costs.draft_step)
+        return 1 - 1 / (rate * costs.target(1))
 
     def _of_drafter(self, costs: Costs | None) -> Costs | None:
         """Costs as this drafter has them: those of a draft model are nothing to copies."""
@@ -323,15 +335,26 @@ class Planner:
 
     def _expected_tokens(self, num_proposed: int) -> float:
         """Tokens that the round was expected to bring, by what was known before its tokens were judged."""
-        if self.asks and self._copied is None:
-            return 1 + sum(self._survivals)
+        if self.asks:
+            return 1 + sum(self._survivals[:num_proposed])
         return tokens_per_round(self._acceptance, num_proposed)
 
-    def _best(self, acceptance: float, costs: Costs, draft_step: float) -> tuple[int, float]:
-        """The number of tokens to draft that brings the most tokens per second, and these."""
+    @property
+    def _fall_factor(self) -> float:
+        """How much more often copies fall in this text than in others."""
+        return (self._fallen.total + _FALLEN) / (self._expected_to_fall.total + _FALLEN)
+
+    def _best(self, acceptances: Iterable[float], costs: Costs, draft_step: float) -> tuple[int, float]:
+        """The number of tokens to draft that brings the most tokens per second, and these.
+
+        Args:
+            acceptances: of each token, if those before it stand; as many as may be drafted.
+            costs: of runs.
+            draft_step: seconds of drafting a token.
+        """
         best, most = 0, 1 / costs.target(1)
         tokens = survival = 1.0
-        for k in range(1, self._most + 1):
+        for k, acceptance in enumerate(acceptances, 1):
             survival *= acceptance
             tokens += survival
             rate = tokens / (k * draft_step + costs.target(k + 1))
@@ -371,6 +394,11 @@ class Planner:
             survival *= acceptance
             price += costs.draft_step
         return most
+
+
+def _falls(match_length: int) -> float:
+    """How often the next token of a copy falls whose match has so many tokens, over texts of all kinds."""
+    return _COPIES_FALL[bisect_right(_MATCHES, match_length)]
 
 
 def _classes(priors: Iterable[float]) -> list[Average]:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.costs import ASSUMED_COSTS, CostMeter, Costs, CostsByLength
 from paceline.errors import InvalidInputError
-from paceline.planner import MOST_DRAFT_TOKENS, Planner
+from paceline.planner import _COPIES_FALL, MOST_DRAFT_TOKENS, Planner
 from paceline.theory import best_num_draft_tokens, tokens_per_round
 
 # The int4 Qwen pair on two cores: rows cost.
@@ -297,8 +297,41 @@ def test_copies_are_predicted_for() -> None:
     assert 0 < count <= MOST_DRAFT_TOKENS
     planner.end(count, count, rows=count + 1, target_s=0.1, draft_s=0.0)
     assert planner.predicted_speedup == pytest.approx(
-        tokens_per_round(0.9, count) * CPU.target(1) / CPU.target(count + 1)
+        tokens_per_round(1 - _COPIES_FALL[-1], count) * CPU.target(1) / CPU.target(count + 1)
     )
+
+
+def test_copies_follow_how_often_they_fall_in_this_text() -> None:
+    counts = {}
+    for stands in (True, False):
+        planner, found = Planner(costs=CPU), []
+        for _ in range(8):
+            planner.begin()
+            found.append(planner.worth_copying(6))
+            planner.end(found[-1], found[-1] if stands else 0, rows=found[-1] + 1, target_s=0.1, draft_s=0.0)
+        counts[stands] = found
+    assert counts[True] == sorted(counts[True])
+    assert counts[True][-1] > 2 * counts[True][0]
+    assert counts[False][-1] == 0
+
+
+def test_a_draft_model_that_copies_left_behind_catches_up_where_it_pays() -> None:
+    """The price grows with each token that is written without it, and what it would bring grows faster."""
+    planner, length = Planner(costs=CPU), 100
+    for place in range(60):
+        planner.begin(length)
+        worth = planner.worth_a_step(2) and planner.worth_drawing(0.72)
+        stood = int(worth and place % 4 > 0)
+        planner.end(int(worth), stood, rows=1 + worth, target_s=0.1, draft_s=0.1)
+        length += 1 + stood
+    waited = 0
+    while waited < 60:
+        planner.begin(length + waited)
+        if planner.worth_a_step(20 + waited):
+            break
+        planner.end(0, 0, rows=1, target_s=0.1, draft_s=0.0, confidences=[0.72])
+        waited += 1
+    assert waited < 10
 
 
 def test_short_texts_lose_little_while_it_learns() -> None:
