@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+import tokenizers
 
 import paceline
 from paceline import SpeculativeDecoder
 from paceline.testing import TableModel
 from paceline.tokenizer import Tokenizer
-from paceline_server.tool_calls import CallReader
+from paceline_server.tool_calls import CLOSE, OPEN, CallReader
 
 from .conftest import MODEL, Running, running
 from .writer import writing
@@ -174,15 +176,29 @@ def random_text(decoder: SpeculativeDecoder, template: str) -> SpeculativeDecode
     return SpeculativeDecoder(model, None, tokenizer, size, decoder.eos_token_ids)
 
 
+@pytest.fixture(params=["tags are text", "tags are tokens"])
+def either(request: pytest.FixtureRequest, decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The pair as it is, or with tags that are tokens of their own and stand in texts, as Qwen's are."""
+    if request.param == "tags are text":
+        return decoder
+    assert decoder.tokenizer is not None
+    backend = tokenizers.Tokenizer.from_str(decoder.tokenizer.to_json())
+    backend.add_tokens([tokenizers.AddedToken(tag, special=False, normalized=False) for tag in (OPEN, CLOSE)])
+    size = backend.get_vocab_size()
+    tokenizer = Tokenizer(backend, replace(decoder.tokenizer._entry, vocab_size=size))
+    assert len(tokenizer.encode(OPEN + CLOSE)) == 2
+    return replace(decoder, tokenizer=tokenizer, vocab_size=size)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "names"),
     [("required", {"weather", "now"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"})],
 )
 def test_a_call_that_is_required_is_made_and_fits_its_schema(
-    decoder: SpeculativeDecoder, stream: bool, choice: Any, names: set[str]
+    either: SpeculativeDecoder, stream: bool, choice: Any, names: set[str]
 ) -> None:
-    with chat(random_text(decoder, TEMPLATE)) as (_, client):
+    with chat(random_text(either, TEMPLATE)) as (_, client):
         for seed in range(3):
             content, calls, reason = ask(
                 client, stream, tool_choice=choice, seed=seed, parallel_tool_calls=False, max_tokens=1000
@@ -198,11 +214,11 @@ def test_a_call_that_is_required_is_made_and_fits_its_schema(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_strict_function_is_held_to_its_schema(decoder: SpeculativeDecoder, stream: bool) -> None:
+def test_a_strict_function_is_held_to_its_schema(either: SpeculativeDecoder, stream: bool) -> None:
     """The model would say 77 days, after some text of its own."""
     strict: list[Any] = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
     answer = f"Well. {OSLO.replace('2', '77')}\nBye."
-    with chat(writing(decoder, TEMPLATE, answer)) as (_, client):
+    with chat(writing(either, TEMPLATE, answer)) as (_, client):
         content, calls, reason = ask(client, stream, tools=strict)
         assert content.startswith("Well.")
         assert calls[0][0] == "weather"
