@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from .conftest import environment, run_paceline
+from .conftest import Invoke, environment, run_paceline
 
 
 @contextmanager
@@ -238,11 +238,36 @@ def _keys(folder: Path) -> Path:
         (["--model-name", "a" * 201], 2, "up to 200"),
     ],
 )
-def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: str) -> None:
-    done = run_paceline("serve", tiny_bundle, "--port", 0, *args, timeout=60)
-    assert (done.returncode, done.stdout) == (code, "")
+def test_what_it_refuses(invoke: Invoke, tiny_bundle: Path, args: list[str], code: int, words: str) -> None:
+    done = invoke("serve", tiny_bundle, "--port", 0, *args)
+    assert (done.exit_code, done.stdout) == (code, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://host:99999"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "grpc://localhost:4317"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-5"),
+    ],
+)
+def test_traces_to_no_address_are_refused_at_the_start(
+    invoke: Invoke, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install 'paceline[otel]'")
+    monkeypatch.setenv(variable, value)
+    done = invoke("serve", tiny_bundle, "--port", 0, "--traces")
+    assert (done.exit_code, done.stdout) == (2, "")
+    if variable.endswith("ENDPOINT"):
+        assert f"{variable} must be the URL" in done.stderr
+        assert value in done.stderr
+    else:
+        assert "OTEL_" in done.stderr
 
 
 def test_a_port_that_is_taken_is_named(tiny_bundle: Path) -> None:
