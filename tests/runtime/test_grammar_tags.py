@@ -50,7 +50,7 @@ def takes(constraint: GrammarConstraint, ids: Sequence[int], end: int) -> bool:
         "start: /<call>[a-z]<.call>/",
         'start: /[^>]*/ ">x</" "call>"',
         'start: call+\nhead[lazy]: /(?s:.*)/ "<call>"\ncall: head "x</call>"',
-        "start: OPEN /[a-z]/ CLOSE  // <call>\nOPEN: \"<call>\"\nCLOSE: \"</call>\"  # it's <call>",
+        'start: OPEN /[a-z]/ CLOSE  // <call>\nOPEN: "<call>"\nCLOSE: "</call>"  # it\'s <call>',
     ],
 )
 def test_tags_are_text_in_grammars_whether_they_are_tokens_or_not(tokenizer: Tokenizer, grammar: str) -> None:

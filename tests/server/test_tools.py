@@ -18,7 +18,9 @@ import paceline
 from paceline import SpeculativeDecoder
 from paceline.testing import TableModel
 from paceline.tokenizer import Tokenizer
-from paceline_server.tool_calls import CLOSE, OPEN, CallReader
+from paceline_server.bodies import ChatBody
+from paceline_server.tool_bodies import MOST_CALLS
+from paceline_server.tool_calls import CLOSE, OPEN, CallReader, tool_constraint
 
 from .conftest import MODEL, Running, running
 from .writer import writing
@@ -211,6 +213,31 @@ def test_a_call_that_is_required_is_made_and_fits_its_schema(
                 assert arguments["days"] in range(1, 10)
             else:
                 assert arguments == {}
+
+
+@pytest.mark.parametrize("answer", [OSLO, f"{OSLO}\n", f"{OSLO}\n{NOW}", f"{NOW}\n{NOW}\n{OSLO}\n"])
+def test_how_many_calls_are_made_where_one_is_required_is_the_models_choice(
+    either: SpeculativeDecoder, answer: str
+) -> None:
+    with chat(writing(either, TEMPLATE, answer)) as (_, client):
+        content, calls, reason = ask(client, False, tool_choice="required")
+        assert (content, reason, len(calls)) == ("", "tool_calls", answer.count(OPEN))
+        for one in ({"parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "now"}}}):
+            _, calls, reason = ask(client, False, **{"tool_choice": "required"} | one)
+            assert (reason, len(calls)) == ("tool_calls", 1)
+
+
+def test_no_more_calls_are_made_than_a_message_may_have(decoder: SpeculativeDecoder) -> None:
+    body = ChatBody.model_validate({"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": "required"})
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    constraint = tool_constraint(tokenizer, body, body.tools or [])
+    assert constraint is not None
+    (end,), (tag,) = tokenizer.eos_token_ids, tokenizer.encode("<")
+    for calls, follow in ((1, {tag, end}), (MOST_CALLS - 1, {tag, end}), (MOST_CALLS, {end})):
+        mask = constraint(tokenizer.encode(f"{NOW}\n" * calls))
+        assert mask is not None
+        assert set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) == follow
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,7 +20,7 @@ from paceline.tokenizer import Tokenizer
 from .api_error import ApiError
 from .bodies import ChatBody
 from .schemas import check_schemas
-from .tool_bodies import NamedTool, Tool
+from .tool_bodies import MOST_CALLS, NamedTool, Tool
 
 __all__ = ["CLOSE", "OPEN", "Call", "CallReader", "callable_tools", "chat_prompt", "tool_constraint"]
 
@@ -120,7 +120,9 @@ def tool_constraint(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool])
         bodies.append(f"body_{place}: {head} %json {schema} {tail}")
     any_body = "body: " + " | ".join(f"body_{place}" for place in range(len(tools)))
     if is_forced:
-        more = "" if body.parallel_tool_calls is False or isinstance(choice, NamedTool) else ' ("\\n" call)*'
+        # Behind each call the text may end, also behind the line's end that models like to write first.
+        several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        more = rf' ("\n" call){{0,{MOST_CALLS - 1}}} "\n"?' if several else ""
         rules = [f"start: call{more}", f'call: "{OPEN}" body']
     else:  # any text; from a tag on, a call
         rules = ["start: call* end", "end: TEXT", "TEXT: /(?s:.*)/", f'head[lazy]: TEXT "{OPEN}"', "call: head body"]
