@@ -85,6 +85,11 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
 
         assert process.stderr is not None
         before = ask()
+        for path in damaged.glob("*/*.data"):  # the same bytes in another file, so that it can be told who is mapped
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
+        assert _mapped(process, damaged, " (deleted)")
         process.send_signal(signal.SIGHUP)
         texts: list[str] = []
         asking = threading.Thread(target=lambda: texts.extend(ask() for _ in range(10)))
@@ -92,6 +97,11 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
         assert "loaded anew" in process.stderr.readline()
         asking.join()
         assert [*texts, ask()] == [before] * 11
+        until = time.monotonic() + 30
+        while _mapped(process, damaged, " (deleted)"):
+            assert time.monotonic() < until, "the old models are still in memory"
+            time.sleep(0.05)
+        assert _mapped(process, damaged, ".data")
         _flip_last_byte(damaged)
         process.send_signal(signal.SIGHUP)
         said = process.stderr.readline()
@@ -204,6 +214,12 @@ def test_logs_as_json_lines(tiny_bundle: Path) -> None:
         assert (bad["status"], bad["error"]) == (400, "invalid_value")
         process.send_signal(signal.SIGHUP)
         assert "loaded anew" in json.loads(process.stderr.readline())["message"]
+
+
+def _mapped(process: subprocess.Popen[str], bundle: Path, end: str) -> list[str]:
+    """What the process has mapped of a bundle's files, where the line ends like that."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [line for line in lines if str(bundle) in line and line.endswith(end)]
 
 
 def _flip_last_byte(bundle: Path) -> None:
