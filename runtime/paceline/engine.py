@@ -38,11 +38,14 @@ class StepStream(AsyncIterator[_Item], Generic[_Item]):
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[_Item | Exception | None] = asyncio.Queue()
         self._ended = False
-        self._job = Job(work, self._on_step, self._on_end, deadline)
+        # None from the text's end on: the two hold each other, and with them models and caches, which would then stay
+        # in memory until the garbage collector finds them.
+        self._job: Job | None = Job(work, self._on_step, self._on_end, deadline)
 
     def cancel(self) -> None:
         """Begin no further round of this text; the stream then ends, without an error."""
-        self._engine._scheduler.cancel(self._job)
+        if (job := self._job) is not None:
+            self._engine._scheduler.cancel(job)
 
     def __aiter__(self) -> Self:
         return self
@@ -54,7 +57,10 @@ class StepStream(AsyncIterator[_Item], Generic[_Item]):
         if item is not None and not isinstance(item, Exception):
             return item
         self._ended = True
-        raise StopAsyncIteration if item is None else item
+        try:
+            raise StopAsyncIteration if item is None else item
+        finally:
+            del item  # an error holds the frame that raised it
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,12 +79,13 @@ class StepStream(AsyncIterator[_Item], Generic[_Item]):
     def _on_end(self, outcome: Outcome, error: Exception | None) -> None:
         self._engine._count_end(self, outcome)
         self._hand_over(error)
+        self._job = None
 
     def _hand_over(self, item: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # the event loop is closed: nobody is left to tell
-            self._job.cancelled = True
+            self.cancel()
 
 
 class AsyncEngine:
@@ -176,9 +183,11 @@ class AsyncEngine:
         streams: list[StepStream[Any]] = [StepStream(self, work, deadline) for work in works]
         self._count_open(len(streams))
         try:
-            self._scheduler.submit([stream._job for stream in streams])
+            self._scheduler.submit([stream._job for stream in streams if stream._job is not None])
         except PacelineError as error:
             self._count_open(-len(streams))
+            for stream in streams:
+                stream._job = None
             if isinstance(error, OverloadError):
                 with self._lock:
                     self._stats = replace(self._stats, refused=self._stats.refused + len(works))

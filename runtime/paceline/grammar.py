@@ -27,6 +27,8 @@ __all__ = ["GrammarConstraint"]
 # Rows of a round, and the one that the next round goes on from; a matcher grows with its text.
 _REMEMBERED = 16
 _REASON_LENGTH = 300
+# Strings, regular expressions and comments, so that they are passed over whole, and names of tokens.
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|<[^<>\s]+>')
 
 # llguidance reads a tokenizer in seconds, so each is read once. It lives as long as its tokenizer.
 _llguidance_tokenizers: weakref.WeakKeyDictionary[Tokenizer, LLTokenizer] = weakref.WeakKeyDictionary()
@@ -47,6 +49,10 @@ class GrammarConstraint:
     def __init__(self, tokenizer: Tokenizer, grammar: str) -> None:
         """Use a grammar in llguidance's variant of Lark.
 
+        Quoted text and regular expressions speak of the text as it is decoded, whatever tokens it comes in: tags that
+        are tokens of their own and stand in texts, such as Qwen's `<tool_call>`, are part of it, and special tokens are
+        not. A name in angle brackets without quotes is one token, of either kind.
+
         Raises:
             InstallationError: llguidance is missing.
             InvalidInputError: llguidance refuses the grammar or the tokenizer, or the grammar allows no text.
@@ -56,7 +62,9 @@ class GrammarConstraint:
             raise InvalidInputError(
                 "The grammar sets a temperature, which a constraint cannot; give it in SamplingParams for all tokens."
             )
-        self._start(tokenizer, _llguidance().grammar_from_lark(grammar), "grammar")
+        matcher = _llguidance()
+        _check_tokenizer(tokenizer)
+        self._start(tokenizer, matcher.grammar_from_lark(_with_ids(grammar, tokenizer)), "grammar")
 
     @classmethod
     def from_json_schema(cls, tokenizer: Tokenizer, schema: str | bool | Mapping[str, Any]) -> Self:
@@ -186,22 +194,69 @@ def _llguidance() -> type[LLMatcher]:
     return LLMatcher
 
 
-def _llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+def _check_tokenizer(tokenizer: object) -> None:
     if not isinstance(tokenizer, Tokenizer):
         raise InvalidInputError(f"tokenizer must be a paceline Tokenizer, got {tokenizer!r:.80}.")
     if not tokenizer.eos_token_ids:
         raise InvalidInputError("The tokenizer has no end token, so that no text could be complete under a grammar.")
-    from llguidance import LLTokenizer
 
+
+def _llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+    _check_tokenizer(tokenizer)
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    common: dict[str, Any] = {"n_vocab": tokenizer.vocab_size, "eos_token": list(tokenizer.eos_token_ids)}
     with _reading:
         if tokenizer not in _llguidance_tokenizers:
             try:
-                _llguidance_tokenizers[tokenizer] = LLTokenizer(
-                    tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_token_ids)
-                )
+                read = LLTokenizer(tokenizer.to_json(), slices=[], **common)
             except ValueError as error:
                 raise InvalidInputError(f"llguidance cannot read this tokenizer: {error}.") from error
+            vocabulary = TokenizerWrapper(_Vocabulary(read, tokenizer))
+            _llguidance_tokenizers[tokenizer] = LLTokenizer(vocabulary, **common)
         return _llguidance_tokenizers[tokenizer]
+
+
+class _Vocabulary:
+    """A tokenizer that llguidance has read, with those tokens special that texts do not show; see `TokenizerWrapper`.
+
+    llguidance itself takes every added token in angle brackets for a special one, which text in a grammar never
+    matches, and cuts text that a grammar forces by the tokenizer's own rule, which makes a special token of its name.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, read: LLTokenizer, tokenizer: Tokenizer) -> None:
+        shown = {token_id for token_id in tokenizer.added_tokens.values() if not tokenizer.is_special(token_id)}
+        ids = range(read.vocab_size)
+        hidden = {token_id for token_id in ids if read.is_special_token(token_id)} - shown
+        self._hidden = hidden | set(tokenizer.eos_token_ids)
+        self._read = read
+        self.eos_token_id = read.eos_token
+        self.tokens = [read.decode_bytes([token_id]) for token_id in ids]
+        self.special_token_ids = sorted(self._hidden)
+        names = sorted(self.tokens[token_id] for token_id in self._hidden)
+        self._inside_names = re.compile(
+            b"|".join(b"(?<=%s)(?=%s)" % (re.escape(name[:1]), re.escape(name[1:])) for name in names if name[1:])
+        )
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Ids of a text, none of which is hidden."""
+        ids = self._read.tokenize_bytes(text)
+        if self._hidden.isdisjoint(ids):
+            return ids
+        return [token_id for part in self._inside_names.split(text) for token_id in self._read.tokenize_bytes(part)]
+
+
+def _with_ids(grammar: str, tokenizer: Tokenizer) -> str:
+    """A grammar that names tokens which texts show by their ids: llguidance has names for special tokens only."""
+    added = tokenizer.added_tokens
+
+    def with_id(part: re.Match[str]) -> str:
+        token_id = added.get(part[0])
+        return part[0] if token_id is None or tokenizer.is_special(token_id) else f"<[{token_id}]>"
+
+    return _LARK_PARTS.sub(with_id, grammar)
 
 
 def _check_text(text: object, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,8 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from paceline import SpeculativeDecoder
-from paceline_server import Limits
+from paceline import Generation, SpeculativeDecoder
+from paceline_server import Limits, Served
 from paceline_server.api_error import ApiError
 from paceline_server.keys import ApiKeys
 
@@ -202,3 +203,32 @@ def test_metrics_and_readiness(slow: SpeculativeDecoder) -> None:
         assert server.get("/ready").status_code == 200
         server.served.draining = True
         assert server.get("/ready").status_code == 503
+
+
+def test_what_has_ended_or_was_refused_waits_for_no_garbage_collector(server: Running) -> None:
+    """It would keep caches in memory until then, and the models of a bundle that was loaded anew."""
+
+    def alive() -> int:
+        return sum(isinstance(one, Generation | Served) for one in gc.get_objects())
+
+    server.post(TEXT, {"prompt": "x"})
+    server.wait_until_idle()
+    gc.freeze()  # what there was before is not counted
+    gc.disable()
+    try:
+        for status, body in (
+            (200, {}),
+            (200, {"stream": True}),
+            (200, {"n": 3, "seed": 1}),
+            (200, {"echo": True, "logprobs": 1}),
+            (400, {"prompt": [9999]}),
+            (400, {"temperature": 9}),
+            (400, {"n": 16, "max_tokens": 100, "prompt": ["x"] * 16}),
+            (408, {"timeout": 1e-6}),
+            (200, {"timeout": 1e-6, "stream": True}),
+        ):
+            assert server.post(TEXT, {"prompt": "x", "max_tokens": 4} | body).status_code == status, body
+        server.wait_for(lambda: not alive())
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -29,6 +29,18 @@ def tool(name: str) -> dict[str, Any]:
 
 def call() -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.fixture(scope="module")
+def narrow(decoder: SpeculativeDecoder) -> Iterator[Running]:
+    """A server with little room."""
+    limits: dict[str, Any] = {
+        "max_running": 4,
+        "max_waiting": 8,
+        "kv_budget": decoder.generate("x", max_new_tokens=150).kv_bytes,
+    }
+    with running(decoder, limits=Limits(new_tokens=200), **limits) as server:
+        yield server
 
 
 def schema(content: dict[str, Any]) -> dict[str, Any]:
@@ -182,20 +194,14 @@ def test_a_parameter_that_cannot_be_honoured_is_named(
     ],
 )
 def test_what_the_library_refuses_is_named_in_the_words_of_the_request(
-    decoder: SpeculativeDecoder, path: str, body: dict[str, Any], param: str, words: str
+    narrow: Running, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    limits: dict[str, Any] = {
-        "max_running": 4,
-        "max_waiting": 8,
-        "kv_budget": decoder.generate("x", max_new_tokens=150).kv_bytes,
-    }
-    with running(decoder, limits=Limits(new_tokens=200), **limits) as server:
-        answer = server.post(path, body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param), error
-        assert words in error["message"]
-        assert param in error["message"]
-        assert not re.search(r"max_new_tokens|min_new_tokens", error["message"])
+    answer = narrow.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert words in error["message"]
+    assert param in error["message"]
+    assert not re.search(r"max_new_tokens|min_new_tokens", error["message"])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_no_field_is_a_union_whose_members_are_tried_one_by_one() -> None:
     ],
 )
 def test_a_key_that_stands_twice_in_an_object_is_refused(server: Running, data: bytes, param: str) -> None:
-    answer = httpx2.post(f"{server.url}{TEXT}", content=data, timeout=30)
+    answer = httpx2.post(f"{server.url}{TEXT}", content=data, timeout=30, verify=False)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert "stands twice in one object" in error["message"]
@@ -325,7 +331,7 @@ BROKEN = [
 @pytest.mark.parametrize("index", range(len(BROKEN)))
 def test_what_is_no_json(server: Running, index: int) -> None:
     for path in (TEXT, CHAT):
-        answer = httpx2.post(f"{server.url}{path}", content=BROKEN[index], timeout=30)
+        answer = httpx2.post(f"{server.url}{path}", content=BROKEN[index], timeout=30, verify=False)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import openai
 import pytest
+import tokenizers
 
 import paceline
 from paceline import SpeculativeDecoder
 from paceline.testing import TableModel
 from paceline.tokenizer import Tokenizer
-from paceline_server.tool_calls import CallReader
+from paceline_server.bodies import ChatBody
+from paceline_server.tool_bodies import MOST_CALLS
+from paceline_server.tool_calls import CLOSE, OPEN, CallReader, tool_constraint
 
-from .conftest import MODEL, Running, running
+from .conftest import MODEL, Running, plain_client, running
 from .writer import writing
 
 # In the manner of Qwen's.
@@ -45,13 +48,22 @@ OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-@contextmanager
-def chat(decoder: SpeculativeDecoder) -> Iterator[tuple[Running, openai.OpenAI]]:
+Serve: TypeAlias = Callable[[SpeculativeDecoder], tuple[Running, openai.OpenAI]]
+
+
+@pytest.fixture(scope="module")
+def serve(decoder: SpeculativeDecoder) -> Iterator[Serve]:
+    """Lets the one server of these tests run a decoder from now on, as it does with a bundle that is loaded anew."""
     with (
         running(decoder) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=plain_client()) as client,
     ):
-        yield server, client
+
+        def run(other: SpeculativeDecoder) -> tuple[Running, openai.OpenAI]:
+            server.served.decoder = other
+            return server, client
+
+        yield run
 
 
 def ask(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[str, list[tuple[str, Any]], str]:
@@ -91,15 +103,21 @@ def ask(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[str, list[
     ],
 )
 def test_calls_are_read_out_of_the_text(
-    decoder: SpeculativeDecoder, stream: bool, answer: str, content: str | None, calls: list[str], reason: str
+    serve: Serve,
+    decoder: SpeculativeDecoder,
+    stream: bool,
+    answer: str,
+    content: str | None,
+    calls: list[str],
+    reason: str,
 ) -> None:
-    with chat(writing(decoder, TEMPLATE, answer)) as (_, client):
-        found = ask(client, stream)
-        assert found[0] == (answer if content is None else content)
-        assert [name for name, _ in found[1]] == calls
-        assert found[2] == reason
-        for name, arguments in found[1]:
-            assert arguments == ({"city": "Oslo", "days": 2} if name == "weather" else {})
+    _, client = serve(writing(decoder, TEMPLATE, answer))
+    found = ask(client, stream)
+    assert found[0] == (answer if content is None else content)
+    assert [name for name, _ in found[1]] == calls
+    assert found[2] == reason
+    for name, arguments in found[1]:
+        assert arguments == ({"city": "Oslo", "days": 2} if name == "weather" else {})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -128,14 +146,14 @@ def test_a_text_in_any_pieces_gives_the_same_calls(size: int, text: str, content
     assert reader.num_calls == len(calls)
 
 
-def test_one_call_is_enough_where_parallel_ones_are_not_wanted(decoder: SpeculativeDecoder) -> None:
-    with chat(writing(decoder, TEMPLATE, f"{OSLO}\n{NOW}")) as (_, client):
-        for stream in (False, True):
-            _, calls, reason = ask(client, stream, parallel_tool_calls=False)
-            assert (calls, reason) == ([("weather", {"city": "Oslo", "days": 2})], "tool_calls")
+def test_one_call_is_enough_where_parallel_ones_are_not_wanted(serve: Serve, decoder: SpeculativeDecoder) -> None:
+    _, client = serve(writing(decoder, TEMPLATE, f"{OSLO}\n{NOW}"))
+    for stream in (False, True):
+        _, calls, reason = ask(client, stream, parallel_tool_calls=False)
+        assert (calls, reason) == ([("weather", {"city": "Oslo", "days": 2})], "tool_calls")
 
 
-def test_tools_and_earlier_calls_reach_the_template(decoder: SpeculativeDecoder) -> None:
+def test_tools_and_earlier_calls_reach_the_template(serve: Serve, decoder: SpeculativeDecoder) -> None:
     """The prompt's length tells: every character is a token of this tokenizer, or nearly so."""
     writer = writing(decoder, TEMPLATE, "Rain.")
     assert writer.tokenizer is not None
@@ -151,18 +169,18 @@ def test_tools_and_earlier_calls_reach_the_template(decoder: SpeculativeDecoder)
         {"role": "assistant", "content": "", "tool_calls": [parsed]},
         {"role": "tool", "tool_call_id": "1", "content": "wet"},
     ]
-    with chat(writer) as (_, client):
-        for tools in (TOOLS, None):
-            more: dict[str, Any] = {"tools": tools} if tools else {}
-            answer = client.chat.completions.create(model=MODEL, messages=messages, **more)
-            assert answer.choices[0].message.content == "Rain."
-            assert answer.usage is not None
-            wanted = writer.tokenizer.encode_chat(for_template, tools=tools)
-            assert answer.usage.prompt_tokens == len(wanted)
-        # With none of them to be called, none is shown.
-        answer = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
+    _, client = serve(writer)
+    for tools in (TOOLS, None):
+        more: dict[str, Any] = {"tools": tools} if tools else {}
+        answer = client.chat.completions.create(model=MODEL, messages=messages, **more)
+        assert answer.choices[0].message.content == "Rain."
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(writer.tokenizer.encode_chat(QUESTION))
+        wanted = writer.tokenizer.encode_chat(for_template, tools=tools)
+        assert answer.usage.prompt_tokens == len(wanted)
+    # With none of them to be called, none is shown.
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(writer.tokenizer.encode_chat(QUESTION))
 
 
 def random_text(decoder: SpeculativeDecoder, template: str) -> SpeculativeDecoder:
@@ -174,42 +192,81 @@ def random_text(decoder: SpeculativeDecoder, template: str) -> SpeculativeDecode
     return SpeculativeDecoder(model, None, tokenizer, size, decoder.eos_token_ids)
 
 
+@pytest.fixture(params=["tags are text", "tags are tokens"])
+def either(request: pytest.FixtureRequest, decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The pair as it is, or with tags that are tokens of their own and stand in texts, as Qwen's are."""
+    if request.param == "tags are text":
+        return decoder
+    assert decoder.tokenizer is not None
+    backend = tokenizers.Tokenizer.from_str(decoder.tokenizer.to_json())
+    backend.add_tokens([tokenizers.AddedToken(tag, special=False, normalized=False) for tag in (OPEN, CLOSE)])
+    size = backend.get_vocab_size()
+    tokenizer = Tokenizer(backend, replace(decoder.tokenizer._entry, vocab_size=size))
+    assert len(tokenizer.encode(OPEN + CLOSE)) == 2
+    return replace(decoder, tokenizer=tokenizer, vocab_size=size)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "names"),
     [("required", {"weather", "now"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"})],
 )
 def test_a_call_that_is_required_is_made_and_fits_its_schema(
-    decoder: SpeculativeDecoder, stream: bool, choice: Any, names: set[str]
+    serve: Serve, either: SpeculativeDecoder, stream: bool, choice: Any, names: set[str]
 ) -> None:
-    with chat(random_text(decoder, TEMPLATE)) as (_, client):
-        for seed in range(3):
-            content, calls, reason = ask(
-                client, stream, tool_choice=choice, seed=seed, parallel_tool_calls=False, max_tokens=1000
-            )
-            assert (content, reason) == ("", "tool_calls")
-            ((name, arguments),) = calls
-            assert name in names
-            if name == "weather":
-                assert arguments["city"] in ("Oslo", "Rome")
-                assert arguments["days"] in range(1, 10)
-            else:
-                assert arguments == {}
+    _, client = serve(random_text(either, TEMPLATE))
+    for seed in range(3):
+        content, calls, reason = ask(
+            client, stream, tool_choice=choice, seed=seed, parallel_tool_calls=False, max_tokens=1000
+        )
+        assert (content, reason) == ("", "tool_calls")
+        ((name, arguments),) = calls
+        assert name in names
+        if name == "weather":
+            assert arguments["city"] in ("Oslo", "Rome")
+            assert arguments["days"] in range(1, 10)
+        else:
+            assert arguments == {}
+
+
+@pytest.mark.parametrize("answer", [OSLO, f"{OSLO}\n", f"{OSLO}\n{NOW}", f"{NOW}\n{NOW}\n{OSLO}\n"])
+def test_how_many_calls_are_made_where_one_is_required_is_the_models_choice(
+    serve: Serve, either: SpeculativeDecoder, answer: str
+) -> None:
+    _, client = serve(writing(either, TEMPLATE, answer))
+    content, calls, reason = ask(client, False, tool_choice="required")
+    assert (content, reason, len(calls)) == ("", "tool_calls", answer.count(OPEN))
+    for one in ({"parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "now"}}}):
+        _, calls, reason = ask(client, False, **{"tool_choice": "required"} | one)
+        assert (reason, len(calls)) == ("tool_calls", 1)
+
+
+def test_no_more_calls_are_made_than_a_message_may_have(decoder: SpeculativeDecoder) -> None:
+    body = ChatBody.model_validate({"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": "required"})
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    constraint = tool_constraint(tokenizer, body, body.tools or [])
+    assert constraint is not None
+    (end,), (tag,) = tokenizer.eos_token_ids, tokenizer.encode("<")
+    for calls, follow in ((1, {tag, end}), (MOST_CALLS - 1, {tag, end}), (MOST_CALLS, {end})):
+        mask = constraint(tokenizer.encode(f"{NOW}\n" * calls))
+        assert mask is not None
+        assert set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) == follow
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_strict_function_is_held_to_its_schema(decoder: SpeculativeDecoder, stream: bool) -> None:
+def test_a_strict_function_is_held_to_its_schema(serve: Serve, either: SpeculativeDecoder, stream: bool) -> None:
     """The model would say 77 days, after some text of its own."""
     strict: list[Any] = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
     answer = f"Well. {OSLO.replace('2', '77')}\nBye."
-    with chat(writing(decoder, TEMPLATE, answer)) as (_, client):
-        content, calls, reason = ask(client, stream, tools=strict)
-        assert content.startswith("Well.")
-        assert calls[0][0] == "weather"
-        assert calls[0][1]["days"] in range(1, 10)
-        assert reason in ("tool_calls", "length")
-        content, calls, reason = ask(client, stream)
-        assert calls[0][1]["days"] == 77
+    _, client = serve(writing(either, TEMPLATE, answer))
+    content, calls, reason = ask(client, stream, tools=strict)
+    assert content.startswith("Well.")
+    assert calls[0][0] == "weather"
+    assert calls[0][1]["days"] in range(1, 10)
+    assert reason in ("tool_calls", "length")
+    content, calls, reason = ask(client, stream)
+    assert calls[0][1]["days"] == 77
 
 
 def schema_of(characters: int, **more: Any) -> dict[str, Any]:
@@ -245,13 +302,13 @@ LARGE, STRICT = schema_of(40_000, strict=True), schema_of(30_000, strict=True)
     ],
 )
 def test_tools_that_cannot_be_honoured(
-    decoder: SpeculativeDecoder, template: str, body: dict[str, Any], param: str, words: str
+    serve: Serve, decoder: SpeculativeDecoder, template: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    with running(writing(decoder, template, "x")) as server:
-        answer = server.post("/v1/chat/completions", {"messages": QUESTION, "tools": TOOLS} | body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param), error
-        assert words in error["message"]
+    server, _ = serve(writing(decoder, template, "x"))
+    answer = server.post("/v1/chat/completions", {"messages": QUESTION, "tools": TOOLS} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert words in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -264,28 +321,28 @@ def test_tools_that_cannot_be_honoured(
     ],
 )
 def test_calls_in_messages_that_cannot_be_honoured(
-    decoder: SpeculativeDecoder, template: str, role: str, function: dict[str, str], words: str
+    serve: Serve, decoder: SpeculativeDecoder, template: str, role: str, function: dict[str, str], words: str
 ) -> None:
     call = {"id": "1", "type": "function", "function": function}
-    with running(writing(decoder, template, "x")) as server:
-        messages = [*QUESTION, {"role": role, "content": "", "tool_calls": [call]}]
-        answer = server.post("/v1/chat/completions", {"messages": messages})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "messages"), error
-        assert words in error["message"]
+    server, _ = serve(writing(decoder, template, "x"))
+    messages = [*QUESTION, {"role": role, "content": "", "tool_calls": [call]}]
+    answer = server.post("/v1/chat/completions", {"messages": messages})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages"), error
+    assert words in error["message"]
 
 
 @pytest.mark.model
-def test_qwen_calls_a_function_and_reads_what_it_returns(qwen_bundle: Path) -> None:
-    with chat(paceline.load(qwen_bundle)) as (_, client):
-        messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo for the next 3 days?"}]
-        asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
-        for choice in ("auto", "required"):
-            answer = client.chat.completions.create(messages=messages, tool_choice=choice, **asked).choices[0]
-            assert answer.finish_reason == "tool_calls"
-            (call,) = answer.message.tool_calls
-            assert call.function.name == "weather"
-            assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
-        messages += [answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Sun and 11 °C"}]
-        again = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
-        assert "11" in again
+def test_qwen_calls_a_function_and_reads_what_it_returns(serve: Serve, qwen_bundle: Path) -> None:
+    _, client = serve(paceline.load(qwen_bundle))
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo for the next 3 days?"}]
+    asked: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    for choice in ("auto", "required"):
+        answer = client.chat.completions.create(messages=messages, tool_choice=choice, **asked).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
+    messages += [answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "Sun and 11 °C"}]
+    again = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    assert "11" in again

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from .conftest import environment, run_paceline
+from .conftest import Invoke, environment, run_paceline
 
 
 @contextmanager
@@ -85,6 +85,11 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
 
         assert process.stderr is not None
         before = ask()
+        for path in damaged.glob("*/*.data"):  # the same bytes in another file, so that it can be told who is mapped
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
+        assert _mapped(process, damaged, " (deleted)")
         process.send_signal(signal.SIGHUP)
         texts: list[str] = []
         asking = threading.Thread(target=lambda: texts.extend(ask() for _ in range(10)))
@@ -92,6 +97,11 @@ def test_it_loads_anew_without_dropping_requests(damaged: Path) -> None:
         assert "loaded anew" in process.stderr.readline()
         asking.join()
         assert [*texts, ask()] == [before] * 11
+        until = time.monotonic() + 30
+        while _mapped(process, damaged, " (deleted)"):
+            assert time.monotonic() < until, "the old models are still in memory"
+            time.sleep(0.05)
+        assert _mapped(process, damaged, ".data")
         _flip_last_byte(damaged)
         process.send_signal(signal.SIGHUP)
         said = process.stderr.readline()
@@ -206,6 +216,12 @@ def test_logs_as_json_lines(tiny_bundle: Path) -> None:
         assert "loaded anew" in json.loads(process.stderr.readline())["message"]
 
 
+def _mapped(process: subprocess.Popen[str], bundle: Path, end: str) -> list[str]:
+    """What the process has mapped of a bundle's files, where the line ends like that."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [line for line in lines if str(bundle) in line and line.endswith(end)]
+
+
 def _flip_last_byte(bundle: Path) -> None:
     """Damage the target's largest file; its size stays."""
     path = max((bundle / "target").iterdir(), key=lambda path: path.stat().st_size)
@@ -238,11 +254,36 @@ def _keys(folder: Path) -> Path:
         (["--model-name", "a" * 201], 2, "up to 200"),
     ],
 )
-def test_what_it_refuses(tiny_bundle: Path, args: list[str], code: int, words: str) -> None:
-    done = run_paceline("serve", tiny_bundle, "--port", 0, *args, timeout=60)
-    assert (done.returncode, done.stdout) == (code, "")
+def test_what_it_refuses(invoke: Invoke, tiny_bundle: Path, args: list[str], code: int, words: str) -> None:
+    done = invoke("serve", tiny_bundle, "--port", 0, *args)
+    assert (done.exit_code, done.stdout) == (code, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://host:99999"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "grpc://localhost:4317"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-5"),
+    ],
+)
+def test_traces_to_no_address_are_refused_at_the_start(
+    invoke: Invoke, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install 'paceline[otel]'")
+    monkeypatch.setenv(variable, value)
+    done = invoke("serve", tiny_bundle, "--port", 0, "--traces")
+    assert (done.exit_code, done.stdout) == (2, "")
+    if variable.endswith("ENDPOINT"):
+        assert f"{variable} must be the URL" in done.stderr
+        assert value in done.stderr
+    else:
+        assert "OTEL_" in done.stderr
 
 
 def test_a_port_that_is_taken_is_named(tiny_bundle: Path) -> None:

@@ -19,7 +19,7 @@ from paceline.errors import shown
 from .api_error import ApiError
 from .kinds import AUTO, LIST, NUMBER, OBJECT, TEXT, by_kind, json_kind, sent
 from .strict import Strict
-from .tool_bodies import NamedTool, Tool, ToolCall
+from .tool_bodies import MOST_CALLS, NamedTool, Tool, ToolCall
 
 __all__ = ["ChatBody", "CompletionBody", "Message", "SamplingBody", "read_body"]
 
@@ -159,7 +159,7 @@ class Message(Strict):
     content: Content | None = None
     name: str | None = None
     tool_call_id: Annotated[str, Field(min_length=1)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS)] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:

@@ -99,12 +99,16 @@ class Endpoint:
             record.status = 200
             return response
         except Exception as error:
-            answer = api_error(error)
-            if answer is None:
-                _log.exception("Request %s failed.", record.id)
-                answer = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
-            record.status, record.error = answer.status, answer.code
-            return answer.response()
+            return self._failed(error, record)
+
+    def _failed(self, error: Exception, record: RequestRecord) -> ASGIApp:
+        """The answer to an error. It is made in a frame that the error does not hold, so that both go at once."""
+        answer = api_error(error)
+        if answer is None:
+            _log.error("Request %s failed.", record.id, exc_info=error)
+            answer = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
+        record.status, record.error = answer.status, answer.code
+        return answer.response()
 
     async def _read(self, request: Request) -> bytes:
         """The body, as far as limits allow."""

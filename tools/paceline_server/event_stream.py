@@ -64,13 +64,17 @@ class EventStream:
                 except TimeoutError as error:
                     raise ClientDisconnect from error
                 except Exception as error:
-                    answer = api_error(error)
-                    if answer is None:
-                        _log.exception("A stream failed.")
-                        answer = ApiError(500, "The server failed on this request.", code="internal_error")
-                    self._record.error = answer.code
-                    await event(json.dumps(answer.as_dict()))
+                    await event(json.dumps(self._failed(error)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _failed(self, error: Exception) -> dict[str, Any]:
+        """The last event. It is made in a frame that the error does not hold, so that both go at once."""
+        answer = api_error(error)
+        if answer is None:
+            _log.error("A stream failed.", exc_info=error)
+            answer = ApiError(500, "The server failed on this request.", code="internal_error")
+        self._record.error = answer.code
+        return answer.as_dict()
 
 
 def pieces_field(pieces: Sequence[Piece] | None) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from pydantic_core import from_json
 from .api_error import ApiError
 from .strict import Strict
 
-__all__ = ["NamedTool", "Tool", "ToolCall"]
+__all__ = ["MOST_CALLS", "NamedTool", "Tool", "ToolCall"]
+
+MOST_CALLS = 128  # of a message
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 

@@ -20,9 +20,9 @@ from paceline.tokenizer import Tokenizer
 from .api_error import ApiError
 from .bodies import ChatBody
 from .schemas import check_schemas
-from .tool_bodies import NamedTool, Tool
+from .tool_bodies import MOST_CALLS, NamedTool, Tool
 
-__all__ = ["CLOSE", "Call", "CallReader", "callable_tools", "chat_prompt", "tool_constraint"]
+__all__ = ["CLOSE", "OPEN", "Call", "CallReader", "callable_tools", "chat_prompt", "tool_constraint"]
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -112,8 +112,7 @@ def tool_constraint(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool])
     if not is_forced and not any(tool.function.strict for tool in tools):
         return None
     check_schemas("tools", (tool.function.parameters for tool in tools if is_forced or tool.function.strict))
-    opening, closing = (_in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE))
-    tail = json.dumps("}\n") + " " + closing
+    tail = json.dumps(f"}}\n{CLOSE}")
     bodies = []
     for place, tool in enumerate(tools):
         head = json.dumps(f'\n{{"name": "{tool.function.name}", "arguments": ')
@@ -121,16 +120,13 @@ def tool_constraint(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool])
         bodies.append(f"body_{place}: {head} %json {schema} {tail}")
     any_body = "body: " + " | ".join(f"body_{place}" for place in range(len(tools)))
     if is_forced:
-        more = "" if body.parallel_tool_calls is False or isinstance(choice, NamedTool) else ' ("\\n" call)*'
-        rules = [f"start: call{more}", f"call: {opening} body"]
+        # Behind each call the text may end, also behind the line's end that models like to write first.
+        several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        more = rf' ("\n" call){{0,{MOST_CALLS - 1}}} "\n"?' if several else ""
+        rules = [f"start: call{more}", f'call: "{OPEN}" body']
     else:  # any text; from a tag on, a call
         rules = ["start: call* end", "end: TEXT", "TEXT: /(?s:.*)/", f'head[lazy]: TEXT "{OPEN}"', "call: head body"]
     return GrammarConstraint(tokenizer, "\n".join((*rules, any_body, *bodies)))
-
-
-def _in_grammar(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag as llguidance's grammars have it: a token of its own, which Qwen's tags are, stands without quotes."""
-    return tag if len(tokenizer.encode(tag)) == 1 else json.dumps(tag)
 
 
 def _schema(tool: Tool, is_forced: bool) -> dict[str, Any]:

@@ -7,9 +7,10 @@ A request is one span with two parts: until its first token, and from there on. 
 from __future__ import annotations
 
 import os
+import urllib.parse
 from typing import TYPE_CHECKING, Any, Self
 
-from paceline.errors import InstallationError
+from paceline.errors import InstallationError, InvalidInputError, shown
 
 from .record import RequestRecord
 
@@ -20,6 +21,7 @@ __all__ = ["Traces"]
 
 _OPERATIONS = {"chat": "chat", "completions": "text_completion"}
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # the first one that is set counts
 
 
 class Traces:
@@ -34,8 +36,11 @@ class Traces:
     def from_environment(cls) -> Self:
         """Send spans over OTLP and HTTP, as the environment says; by default to http://localhost:4318.
 
+        Nobody needs to listen there yet.
+
         Raises:
             InstallationError: the packages are missing.
+            InvalidInputError: the environment names no URL, or another `OTEL_…` variable is refused.
         """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -46,9 +51,15 @@ class Traces:
             raise InstallationError(
                 f"Traces need OpenTelemetry, which cannot be imported ({error}): pip install 'paceline[otel]'."
             ) from error
+        _check_endpoint()
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "paceline"}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        try:
+            provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "paceline"}))
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        except ValueError as error:
+            raise InvalidInputError(
+                f"OpenTelemetry refuses one of its OTEL_… environment variables: {str(error).rstrip('.')}."
+            ) from error
         return cls(provider)
 
     def __call__(self, record: RequestRecord) -> None:
@@ -80,6 +91,23 @@ class Traces:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
+
+
+def _check_endpoint() -> None:
+    """Refuse what is no address: OpenTelemetry itself would fail at every span, and only the log would tell."""
+    name = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
+    if name is None:
+        return
+    try:
+        parts = urllib.parse.urlsplit(os.environ[name])
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise InvalidInputError(
+            f"{name} must be the URL of a collector that takes OTLP over HTTP, such as http://localhost:4318, got "
+            f"{shown(os.environ[name])}."
+        )
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

@@ -161,8 +161,7 @@ class _Talk:
         prompt = "> "
         while True:
             try:
-                line = input(prompt if self._is_terminal else "")
-                line.encode()
+                line = self._line(prompt)
             except EOFError:
                 return "\n".join(lines) if lines else None
             lines.append(line)
@@ -170,6 +169,13 @@ class _Talk:
                 return "\n".join(lines)
             lines[-1] = line[:-1]
             prompt = "… "
+
+    def _line(self, prompt: str) -> str:
+        if self._is_terminal and not self._has_colours:  # input() would write it among the answers
+            click.echo(prompt, err=True, nl=False)
+        line = input(prompt if self._is_terminal and self._has_colours else "")
+        line.encode()
+        return line
 
     def _obey(self, text: str) -> bool:
         """Follow a command; returns whether the chat goes on."""

@@ -171,16 +171,15 @@ def command(
         engines=engine_folder,
         max_batch=max_batch,
     )
-    decoder = load()
     engine = paceline.AsyncEngine(
         max_running=max_running,
         max_waiting=max_waiting,
         kv_budget=max(1, int(kv_memory * _GIB)),
         max_batch=max_batch,
     )
+    served = Served(load(), engine, name, limits)  # the only one to hold the decoder, for another one may come
     if host not in _LOCAL and not keys:
         _say(f"Warning: whoever reaches {host} is served; --api-keys would ask for a key.", log_format)
-    served = Served(decoder, engine, name, limits)
     try:
         serve(
             served,
