@@ -13,14 +13,12 @@ from typing import Any
 import onnx_ir as ir
 
 from paceline.bundle import EngineProfile
-from paceline.engines import shared_log
+from paceline.engines import Interruption, shared_log
 from paceline.errors import BuildError, InstallationError, InvalidInputError
-from paceline_export.flavors.trt import IN_PIECES
-from paceline_export.passes.static_length import POSITIONS, set_static_length
+from paceline_export.passes.static_length import IN_PIECES, POSITIONS, set_static_length
 
 from .backends import Backend
 from .device import free_bytes, free_host_bytes
-from .interruption import Interruption
 from .traps import (
     fused_attention,
     ignored_arguments,
@@ -32,6 +30,10 @@ from .traps import (
 
 __all__ = ["Plan", "ProfileReport", "build_plan"]
 
+_UNHEARD = (
+    "what TensorRT says of the build goes to a logger that something else in this process gave it first, and that it "
+    "keeps for ever; build in a process of its own, such as that of `paceline build`"
+)
 _NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|cannot allocate|insufficient memory", re.IGNORECASE)
 
 
@@ -151,7 +153,7 @@ def build_plan(
         timing_cache.write_bytes(memoryview(cache.serialize()))
     findings += suspicious_warnings(log.warnings[before:])
     fused = fused_attention(log.details, len(profiles))
-    findings += unfused_attention(fused, attention, profiles)
+    findings += unfused_attention(fused, attention, profiles) if log.infos else [_UNHEARD]
     if strict:
         _refuse(what, findings)
     activations = _figures("Total Activation Memory", log.infos)
