@@ -144,7 +144,8 @@ def engine_fault(root: Path, name: str, listed: FileEntry, *, verify_hash: bool 
 def shared_log(trt: Any) -> Any:
     """The logger of a process, whose `listeners`, functions of a severity and a message, hear what TensorRT says.
 
-    TensorRT keeps the first logger that it is given for ever and ignores every other one, so builds and runtimes share
+    While anything lives that was given another logger, TensorRT warns that it ignores a new one. In TensorRT-RTX 1.7 a
+    build's messages reach the new one all the same; those of its global logger do not. So builds and runtimes share
     this one.
     """
 

@@ -38,6 +38,7 @@ RUNNING = {
 }
 SOURCES = {
     "export/paceline_export/engine/build.py": BUILDING,
+    "export/paceline_export/engine/messages.py": BUILDING,
     "export/paceline_export/engine/traps.py": BUILDING,
     "runtime/paceline/trt_engine.py": RUNNING,
 }
