@@ -113,6 +113,31 @@ def tiny_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle
 
 
+@pytest.fixture(scope="session")
+def tiny_few_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the flavour `trt`: a tied Qwen2 in int4, and in fp8 as its draft, with logits for 200 ids."""
+    from tiny import TRT_CONFIGS, tiny_trt
+
+    options = {"draft_precision": "fp8", "draft_vocab": 200}
+    return tiny_trt(tmp_path_factory.mktemp("tiny-few-bits"), TRT_CONFIGS["qwen2"], "int4", **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the flavour `trt`: a Mistral with a window in int8, no heads of which share keys and values."""
+    from tiny import TRT_CONFIGS, tiny_trt
+
+    return tiny_trt(tmp_path_factory.mktemp("tiny-int8"), TRT_CONFIGS["mistral"], "int8")
+
+
+@pytest.fixture(scope="session")
+def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the flavour `trt`: a Cohere in bf16, which rotates pairs of numbers that lie side by side."""
+    from tiny import TRT_CONFIGS, tiny_trt
+
+    return tiny_trt(tmp_path_factory.mktemp("tiny-bf16"), TRT_CONFIGS["cohere"], "bf16")
+
+
 @pytest.fixture
 def damaged(tiny_bundle: Path, tmp_path: Path) -> Path:
     """A copy of the tiny bundle that the test may damage, or change."""

@@ -1,23 +1,37 @@
-"""Engines of a bundle: how they are listed, and the one that serves a GPU.
+"""Engines of a bundle: how they are listed, the one that serves a GPU, and what building and running them share.
 
 A bundle's manifest lists its engines. In a folder of their own `engines.json` does, in the same words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from .bundle import Bundle, EngineEntry, FileEntry, build_dataclass, check_safe_path, file_sha256
 from .errors import BundleError
 
-__all__ = ["INDEX_NAME", "EngineIndex", "build_command", "engine_fault", "find_engine", "read_index", "shared_log"]
+__all__ = [
+    "INDEX_NAME",
+    "EngineIndex",
+    "Interruption",
+    "build_command",
+    "engine_fault",
+    "find_engine",
+    "read_index",
+    "shared_log",
+]
 
 INDEX_NAME = "engines.json"
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +144,8 @@ def engine_fault(root: Path, name: str, listed: FileEntry, *, verify_hash: bool 
 def shared_log(trt: Any) -> Any:
     """The logger of a process, whose `listeners`, functions of a severity and a message, hear what TensorRT says.
 
-    TensorRT keeps the first logger that it is given for ever and ignores every other one, so builds and runtimes share
+    While anything lives that was given another logger, TensorRT warns that it ignores a new one. In TensorRT-RTX 1.7 a
+    build's messages reach the new one all the same; those of its global logger do not. So builds and runtimes share
     this one.
     """
 
@@ -144,3 +159,43 @@ def shared_log(trt: Any) -> Any:
                 listener(severity, message)
 
     return Log()
+
+
+class Interruption:
+    """What Python raises while TensorRT's code runs, kept until that code has returned.
+
+    TensorRT loses what its callbacks raise, and what a signal's handler raises inside one of them: Ctrl-C among it.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def keep(self, function: Callable[_P, object]) -> Callable[_P, None]:
+        """The function, which raises no more."""
+
+        @functools.wraps(function)
+        def kept(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except BaseException as error:
+                self.error = self.error or error
+
+        return kept
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it signals' handlers raise nothing; at its end what was kept is raised, before any other error."""
+        self.error = None
+        # A handler can run before a callback's first line, where no `try` of the callback would catch what it raises.
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        mine = threading.current_thread() is threading.main_thread()
+        changed = {number: handler for number, handler in handlers.items() if mine and callable(handler)}
+        try:
+            for number, handler in changed.items():
+                signal.signal(number, self.keep(handler))
+            yield
+        finally:
+            for number, handler in changed.items():
+                signal.signal(number, handler)
+            if self.error is not None:
+                raise self.error

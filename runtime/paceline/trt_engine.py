@@ -16,7 +16,7 @@ from .bundle import Bundle, EngineEntry, EngineProfile, ModelEntry
 from .cuda_array import CudaArray
 from .cuda_graph import CudaGraph
 from .device_array import DeviceArray
-from .engines import build_command, find_engine, shared_log
+from .engines import Interruption, build_command, find_engine, shared_log
 from .errors import BundleError, InstallationError, InvalidInputError, PacelineError
 from .providers import Provider
 
@@ -113,7 +113,8 @@ class Engine:
                 f"{row.name} {version} does not start: {reasons}. See whether the NVIDIA driver is new enough for it "
                 f"(nvidia-smi). {row.install}"
             ) from error
-        engine = runtime.deserialize_cuda_engine(content)
+        with Interruption().kept():
+            engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise BundleError(
                 f"{row.name} {version} cannot deserialise {path}: {_diagnosis(trt, runtime, content)}"
@@ -224,7 +225,8 @@ class Engine:
                 config.dynamic_shapes_kernel_specialization_strategy = (
                     trt.DynamicShapesKernelSpecializationStrategy.EAGER
                 )
-            context = engine.create_execution_context(config)
+            with Interruption().kept():  # TensorRT-RTX compiles here
+                context = engine.create_execution_context(config)
             if context is None:
                 raise self._refusal("an execution context")
             context.set_device_memory(self._scratch.pointer, self._scratch.nbytes)

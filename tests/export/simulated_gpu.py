@@ -211,7 +211,7 @@ class _Pass:
 
 
 class _Context:
-    def __init__(self, engine: _Engine, config: Any) -> None:
+    def __init__(self, engine: SimulatedEngine, config: Any) -> None:
         self._engine, self._config = engine, config
         self._profile = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -272,7 +272,9 @@ class _RtxContext(_Context):
         return bool(self._engine.plan.get("capturable", True))
 
 
-class _Engine:
+class SimulatedEngine:
+    """An engine, whose plan is JSON that names a graph."""
+
     device_memory_size_v2 = 64
 
     def __init__(self, trt: Any, log: Any, plan: Mapping[str, Any]) -> None:
@@ -343,9 +345,9 @@ def simulated_tensorrt(gpu: SimulatedCuda, name: str = "tensorrt_rtx") -> Any:
             assert gpu.devices, "TensorRT 11 would end the process"
             self._log = log
 
-        def deserialize_cuda_engine(self, content: bytes) -> _Engine | None:
+        def deserialize_cuda_engine(self, content: bytes) -> SimulatedEngine | None:
             try:
-                return _Engine(trt, self._log, json.loads(content))
+                return SimulatedEngine(trt, self._log, json.loads(content))
             except ValueError:
                 self._log.log(ILogger.ERROR, "Simulated: magic tag\ndoes not match.")
                 return None

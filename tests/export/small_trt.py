@@ -15,12 +15,19 @@ LENGTH, HEADS, SIZE, LAYERS, VOCAB = 128, 2, 64, 2, 64
 
 
 def small_graph(
-    *, size: int = SIZE, nonpad: bool = False, unused: bool = False, unfused: bool = False, mask_behind: bool = False
+    *,
+    size: int = SIZE,
+    vocab: int = VOCAB,
+    nonpad: bool = False,
+    unused: bool = False,
+    unfused: bool = False,
+    mask_behind: bool = False,
 ) -> onnx.ModelProto:
     """Two layers of attention over caches, with a mask that both share.
 
     Args:
         size: of a head.
+        vocab: rows of the embedding's table.
         nonpad: valid lengths reach the attention as its last input instead of the mask.
         unused: an input that nothing reads.
         unfused: the attention is written out, and its weights are used once more.
@@ -31,7 +38,7 @@ def small_graph(
     half, int64 = TensorProto.FLOAT16, TensorProto.INT64
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, np.ndarray] = {
-        "table": (rng.standard_normal((VOCAB, width)) * 0.1).astype(np.float16),
+        "table": (rng.standard_normal((vocab, width)) * 0.1).astype(np.float16),
         "positions": np.arange(LENGTH),
         "one": np.array(1),
         "zero": np.array(0),

@@ -8,7 +8,15 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from paceline_export.export import export_bundle
 from paceline_export.source import resolve
@@ -69,3 +77,20 @@ def sizes(**changes: Any) -> dict[str, Any]:
         "eos_token_id": 260,
         "pad_token_id": 261,
     } | changes
+
+
+# With heads of 64 numbers, for which TensorRT-RTX has a kernel.
+TRT_CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**sizes(hidden_size=128, head_dim=64, tie_word_embeddings=True)),
+    "mistral": MistralConfig(**sizes(hidden_size=128, head_dim=64, sliding_window=16, num_key_value_heads=4)),
+    "cohere": CohereConfig(**sizes(hidden_size=256)),
+}
+
+
+def tiny_trt(folder: Path, config: PreTrainedConfig, precision: str, **options: Any) -> Path:
+    """Export a bundle of the flavour `trt`, with the same model as its draft if that is given a precision."""
+    source = resolve(str(tiny_checkpoint(folder / "model", config)))
+    draft = source if "draft_precision" in options else None
+    options = {"flavor": "trt", "precision": precision, "calibration": "none", "quality": False, **options}
+    export_bundle(source, draft, folder / "bundle", **options)
+    return folder / "bundle"

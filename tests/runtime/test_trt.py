@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import shutil
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_gpu import PROVIDER, SM, VERSION, SimulatedCuda, add_engines, simulated_gpu
+from simulated_gpu import PROVIDER, SM, VERSION, SimulatedCuda, SimulatedEngine, add_engines, simulated_gpu
 
 import paceline
 from paceline import SamplingParams, SpeculativeDecoder, cuda
@@ -397,6 +399,24 @@ def test_tensorrt_that_does_not_start_says_why(
     message = rf"tensorrt-rtx {VERSION} does not start: Simulated: the driver is older than 13\.0\. .*nvidia-smi"
     with pytest.raises(InstallationError, match=message):
         paceline.load(bundle, provider=PROVIDER)
+
+
+@pytest.mark.parametrize("name", ["deserialize_cuda_engine", "create_execution_context"])
+def test_ctrl_c_while_tensorrt_works_is_not_lost(
+    bundle: Path, gpu: SimulatedCuda, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT drops what its logger raises, as the handler of a signal does that runs there."""
+    kind = SimulatedEngine if name == "create_execution_context" else sys.modules["tensorrt_rtx"].Runtime
+    real = getattr(kind, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(kind, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(paceline.load(bundle, provider=PROVIDER).generate(PROMPT, max_new_tokens=4))
 
 
 def test_what_an_engine_was_built_for_and_what_is_here(

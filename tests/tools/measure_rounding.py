@@ -5,6 +5,7 @@
 the best logit the other pass's choice lies where the two choose differently. Whatever the bundle's precision, its
 weights run in each dtype; products accumulate in float32, as on a GPU's tensor cores, and are rounded once. `float8`,
 for bundles of the precision fp8, is float16 with the projections' inputs rounded to float8 numbers, as in their graphs.
+All texts share each pass, so a dtype takes one pass over the weights for each row of one text, and not of all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from paceline_export.calibrate.texts import HELD_OUT
 from paceline_export.cpu import load_graph
 from paceline_export.parity import reference_model
 
-ROWS = 160  # of each text
+ROWS = 96  # of each text
 PROMPT = 32  # of them at once, before the passes
 WIDTHS = (1, 2, 5, 9)
 FLOAT8_END = 448.0  # the largest number of e4m3
@@ -31,14 +32,34 @@ FLOAT8_END = 448.0  # the largest number of e4m3
 
 @torch.inference_mode()
 def logits(model: torch.nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
-    """Logits float32 `[rows, vocab]` of a text `[PROMPT + rows]` behind its prompt, fed in passes of `width` rows."""
+    """Logits float32 `[texts, rows, vocab]` of texts `[texts, PROMPT + rows]`, fed in passes of `width` rows of each.
+
+    The prompt goes first, in one pass, and its logits are not among them.
+    """
     cache, found, position = DynamicCache(), [], 0
-    while position < len(ids):
+    while position < ids.shape[1]:
         count = width if position else PROMPT
-        out = model(ids[position : position + count][None], cache=cache, use_cache=True)
-        found.append(out.logits[0].float())
+        out = model(ids[:, position : position + count], cache=cache, use_cache=True)
+        if position:
+            found.append(out.logits.float())
         position += count
-    return torch.cat(found)[PROMPT:]
+    return torch.cat(found, 1)
+
+
+def round_products(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Turn a model into one that computes in `dtype`, whose products with weights accumulate in float32.
+
+    torch's own products in few bits are slow on a CPU that has no instructions for them.
+    """
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.float()  # numbers of `dtype`, as they are stored now
+
+            def product(x: torch.Tensor, *, module: torch.nn.Linear = module) -> torch.Tensor:
+                return torch.nn.functional.linear(x.float(), module.weight, module.bias).to(dtype)
+
+            module.forward = product
 
 
 def input_scales(graph: Path) -> dict[str, float]:
@@ -66,55 +87,64 @@ def round_inputs(model: torch.nn.Module, scales: dict[str, float]) -> None:
         model.get_submodule(name).register_forward_pre_hook(rounded)
 
 
+def compared(whole: torch.Tensor, pieces: torch.Tensor) -> tuple[list[float], float, list[float]]:
+    """Total variation of each row of logits `[rows, vocab]`, their largest difference, and gaps where choices part."""
+    variations = (whole.softmax(-1) - pieces.softmax(-1)).abs().sum(-1) / 2
+    best, other = whole.argmax(-1), pieces.argmax(-1)
+    index, parted = torch.arange(len(best)), best != other
+    gaps = (whole[index, best] - whole[index, other])[parted]
+    return variations.tolist(), float((whole - pieces).abs().max()), gaps.tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--draft", action="store_true", help="measure the bundle's draft model, not its target")
     parser.add_argument("--dtypes", default="float32,float16,bfloat16", help="some of these, and float8")
     parser.add_argument("--texts", type=int, default=6)
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)
-    tokenizer = Tokenizer.from_bundle(bundle)
-    texts = _texts(tokenizer, options.texts)
-    exact = reference_model(bundle, bundle.manifest.target)
+    entry = bundle.manifest.draft if options.draft else bundle.manifest.target
+    if entry is None:
+        parser.error(f"{options.bundle} has no draft")
+    texts = _texts(Tokenizer.from_bundle(bundle, "draft" if options.draft else "target"), options.texts)
+    exact = reference_model(bundle, entry)
     print(f"{'dtype':9} {'rows':>5} {'max TV':>8} {'mean TV':>8} {'max logit':>9} {'parted':>6} {'max gap':>8}")
     for name in options.dtypes.split(","):
-        model = copy.deepcopy(exact).to(torch.float16 if name == "float8" else getattr(torch, name))
+        model = copy.deepcopy(exact)
+        round_products(model, torch.float16 if name == "float8" else getattr(torch, name))
         if name == "float8":
-            scales = input_scales(bundle.path(bundle.manifest.target.path))
+            scales = input_scales(bundle.path(entry.path))
             if not scales:
                 parser.error(
                     f"{options.bundle} rounds no inputs to float8; export it with --flavor trt --precision fp8"
                 )
             round_inputs(model, scales)
-        variations, logit_differences, gaps, rows = [], [], [], 0
-        for ids in texts:
-            whole = logits(model, ids, ROWS - PROMPT)
-            for width in WIDTHS:
-                pieces = logits(model, ids, width)
-                p, q = whole.softmax(-1), pieces.softmax(-1)
-                variations.append((p - q).abs().sum(-1) / 2)
-                logit_differences.append(float((whole - pieces).abs().max()))
-                best, other = whole.argmax(-1), pieces.argmax(-1)
-                parted = best != other
-                index = torch.arange(len(best))
-                gaps += (whole[index, best] - whole[index, other])[parted].tolist()
-                rows += len(best)
-        variation = torch.cat(variations)
+        variations: list[float] = []
+        gaps: list[float] = []
+        largest = 0.0
+        whole = logits(model, texts, ROWS - PROMPT)
+        for width in WIDTHS:
+            for one, other in zip(whole, logits(model, texts, width), strict=True):
+                varied, difference, parted = compared(one, other)
+                variations += varied
+                gaps += parted
+                largest = max(largest, difference)
         print(
-            f"{name:9} {rows:5} {float(variation.max()):8.2g} {float(variation.mean()):8.2g} "
-            f"{max(logit_differences):9.2g} {len(gaps):6} {max(gaps, default=0.0):8.2g}",
+            f"{name:9} {len(variations):5} {max(variations):8.2g} {sum(variations) / len(variations):8.2g} "
+            f"{largest:9.2g} {len(gaps):6} {max(gaps, default=0.0):8.2g}",
             flush=True,
         )
 
 
-def _texts(tokenizer: Tokenizer, count: int) -> list[torch.Tensor]:
-    """Pieces of `ROWS` tokens of the texts that no calibration saw, by turns of each of them."""
+def _texts(tokenizer: Tokenizer, count: int) -> torch.Tensor:
+    """Pieces of `ROWS` tokens `[texts, ROWS]` of the texts that no calibration saw, by turns of each of them."""
     found = []
     for name in HELD_OUT:
         text = (files("paceline_export.calibrate") / "heldout" / f"{name}.txt").read_text(encoding="utf-8")
         ids = tokenizer.encode(text, add_special_tokens=False)
         found.append([torch.tensor(ids[at : at + ROWS]) for at in range(0, len(ids) - ROWS, ROWS)])
-    return [piece for pieces in zip(*found, strict=False) for piece in pieces][:count]
+    return torch.stack([piece for pieces in zip(*found, strict=False) for piece in pieces][:count])
 
 
 if __name__ == "__main__":

@@ -7,30 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import sizes, tiny_checkpoint
-from transformers import LlamaConfig
 
-from paceline.bundle import Bundle
-from paceline_export.export import export_bundle
+from paceline.bundle import Bundle, ModelEntry
 from paceline_export.parity import reference_model
-from paceline_export.source import resolve
 
 from . import measure_rounding
-from .measure_rounding import input_scales, logits, main, round_inputs
+from .measure_rounding import compared, input_scales, logits, main, round_inputs, round_products
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fp8")
-    checkpoint = tiny_checkpoint(folder / "model", LlamaConfig(**sizes()))
-    source, path = resolve(str(checkpoint)), folder / "bundle"
-    export_bundle(source, None, path, flavor="trt", precision="fp8", max_length=128, quality=False)
-    return path
+@pytest.fixture
+def draft(tiny_few_bits: Path) -> tuple[Bundle, ModelEntry]:
+    """A bundle whose draft has the precision fp8."""
+    opened = Bundle.open(tiny_few_bits)
+    assert opened.manifest.draft is not None
+    return opened, opened.manifest.draft
 
 
-def test_scales_are_those_of_the_graph(bundle: Path) -> None:
-    opened = Bundle.open(bundle)
-    scales = input_scales(opened.path(opened.manifest.target.path))
+def test_scales_are_those_of_the_graph(draft: tuple[Bundle, ModelEntry]) -> None:
+    bundle, entry = draft
+    scales = input_scales(bundle.path(entry.path))
     parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
     assert set(scales) == {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts}
     assert scales["model.layers.0.self_attn.q_proj"] == scales["model.layers.0.self_attn.v_proj"] > 0
@@ -48,31 +43,49 @@ def test_inputs_become_float8_numbers_times_their_scale() -> None:
         assert model["other"](x).tolist() == x.tolist()
 
 
-def test_a_text_is_fed_in_passes(bundle: Path) -> None:
-    opened = Bundle.open(bundle)
-    model = reference_model(opened, opened.manifest.target)
-    ids = torch.arange(60) % 250
+def test_products_are_rounded_once() -> None:
+    """bfloat16 has 258, and not 257."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    with torch.inference_mode():
+        model.weight.copy_(torch.tensor([[1.0, 1.0, 1 + 2**-9]]))  # the last is rounded to 1
+        round_products(model, torch.bfloat16)
+        found = model(torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16))
+    assert (found.dtype, found.item()) == (torch.bfloat16, 258.0)  # 256 + 1 would be 256
+
+
+def test_texts_are_fed_in_passes(draft: tuple[Bundle, ModelEntry]) -> None:
+    model = reference_model(*draft)
+    ids = torch.arange(120).reshape(2, 60) % 250
     whole = logits(model, ids, 28)
-    assert whole.shape == (28, 272)
+    assert whole.shape == (2, 28, 272)
     torch.testing.assert_close(logits(model, ids, 5), whole, atol=1e-3, rtol=0)
+    assert compared(whole[0], whole[0]) == ([0.0] * 28, 0.0, [])
+    other = whole[0].clone()
+    best, value = int(other[3].argmax()), float(other[3].max())
+    other[3, best] = -1e9
+    varied, largest, gaps = compared(whole[0], other)
+    assert varied[3] > 0 == varied[4]
+    assert largest > 1e8
+    assert gaps == [value - float(other[3].max())]
 
 
 def test_it_prints_a_line_for_each_dtype(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_few_bits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure_rounding, "ROWS", 48)
-    monkeypatch.setattr(sys, "argv", ["measure_rounding", str(bundle), "--dtypes", "float32,float8", "--texts", "1"])
+    arguments = [str(tiny_few_bits), "--draft", "--dtypes", "float32,float8", "--texts", "2"]
+    monkeypatch.setattr(sys, "argv", ["measure_rounding", *arguments])
     main()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == ["dtype", "float32", "float8"]
-    assert [line[1] for line in lines[1:]] == [str(4 * 16)] * 2
+    assert [line[1] for line in lines[1:]] == [str(2 * 4 * 16)] * 2
     assert all(0 <= float(line[2]) < 0.5 for line in lines[1:])
 
 
 def test_a_bundle_that_rounds_no_inputs_has_no_float8(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_few_bits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["measure_rounding", str(tiny_bundle), "--dtypes", "float8", "--texts", "1"])
+    monkeypatch.setattr(sys, "argv", ["measure_rounding", str(tiny_few_bits), "--dtypes", "float8", "--texts", "1"])
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "rounds no inputs to float8; export it with --flavor trt --precision fp8" in capsys.readouterr().err

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from google.protobuf.message import EncodeError
 
 from paceline.bundle import EngineProfile
 from paceline.engines import shared_log
 from paceline.errors import BuildError, InstallationError, InvalidInputError
-from paceline_export.flavors.trt import IN_PIECES
-from paceline_export.passes.static_length import POSITIONS, set_static_length
+from paceline_export.passes.static_length import IN_PIECES, POSITIONS, set_static_length
 
 from .backends import Backend
 from .device import free_bytes, free_host_bytes
-from .interruption import Interruption
+from .messages import listeners
 from .traps import (
     fused_attention,
     ignored_arguments,
@@ -100,7 +100,7 @@ def build_plan(
         BaseException: what `on_progress` or the handler of a signal raised; it cancels the build.
     """
     trt = backend.load()
-    log, monitor, interruption = _listeners(trt)
+    log, monitor, interruption = listeners(trt)
     log.start()
     monitor.start(on_progress or (lambda share: None))
     started = time.perf_counter()
@@ -110,7 +110,7 @@ def build_plan(
     attention = layers - int(model.metadata_props.get(IN_PIECES, "0"))
     what = f"{graph} for compute capability {', '.join(sms)}"
 
-    with interruption.kept():
+    with _memory_told(what, graph, backend), interruption.kept():
         builder = _builder(trt, log, backend)
         # TensorRT 10 takes types as hints unless it is told; later ones know nothing else.
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -138,7 +138,7 @@ def build_plan(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if timing_cache is not None:
         _use_timings(config, timing_cache)
-    with interruption.kept():
+    with _memory_told(what, graph, backend), interruption.kept():
         for profile in profiles:
             _add_profile(builder, network, config, profile, what)
         before = len(log.warnings)
@@ -228,6 +228,18 @@ def _refuse(what: str, findings: Sequence[str]) -> None:
         )
 
 
+@contextlib.contextmanager
+def _memory_told(what: str, graph: Path, backend: Backend) -> Iterator[None]:
+    """Turn Python's own lack of memory, which protobuf tells in its own way, into what is to be said of it."""
+    try:
+        yield
+    except (MemoryError, EncodeError) as error:
+        said = " ".join(("out of memory", *str(error).split()))
+        raise BuildError(
+            f"{backend.name} cannot build {what}: {said}{_lack_of_memory(said, graph, backend)}"
+        ) from error
+
+
 def _lack_of_memory(reasons: str, graph: Path, backend: Backend) -> str:
     """What is to be said behind the reasons of a failed build, if memory ran out: what is needed, and what is free."""
     if not _NO_MEMORY.search(reasons):
@@ -245,76 +257,3 @@ def _lack_of_memory(reasons: str, graph: Path, backend: Backend) -> str:
 def _figures(label: str, messages: Sequence[str]) -> list[int]:
     pattern = re.compile(rf"^{label}: (\d+) bytes")
     return [int(found[1]) for text in messages if (found := pattern.match(text))]
-
-
-class Messages:
-    """What TensorRT says, by how grave it is."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.errors: list[str] = []
-        self.warnings: list[str] = []
-        self.infos: list[str] = []
-        self.details: list[str] = []
-
-    def add(self, severity: Any, message: str, severities: Any) -> None:
-        if severity <= severities.ERROR:
-            self.errors.append(message.strip())
-        elif severity == severities.WARNING:
-            self.warnings.append(message)
-        elif severity == severities.INFO:
-            self.infos.append(message)
-        elif message.startswith(("Layers:", "Name: ")):  # of many thousands
-            self.details.append(message)
-
-
-@functools.cache
-def _listeners(trt: Any) -> tuple[Messages, Any, Interruption]:
-    """What a build talks to: one in a process, as the logger is."""
-    interruption = Interruption()
-    messages = Messages()
-    shared_log(trt).listeners.append(
-        interruption.keep(lambda severity, message: messages.add(severity, message, trt.ILogger))
-    )
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Turns phases within phases into one share, and cancels the build after an interruption."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.start(lambda share: None)
-
-        def start(self, report: Callable[[float], None]) -> None:
-            self.report = report
-            self.phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps behind, steps
-
-        @interruption.keep
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self.phases[phase_name] = (parent_phase, 0, max(num_steps, 1))
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            self.advance(phase_name, step)
-            return interruption.error is None
-
-        @interruption.keep
-        def advance(self, phase_name: str, step: int) -> None:
-            parent, _, steps = self.phases[phase_name]
-            self.phases[phase_name] = (parent, step + 1, steps)
-            share, name = 0.0, phase_name
-            while name in self.phases:
-                parent, done, steps = self.phases[name]
-                share = min(1.0, (done + share) / steps)
-                if parent is None:
-                    self.report(share)
-                    break
-                name = parent
-
-        @interruption.keep
-        def phase_finish(self, phase_name: str) -> None:
-            parent, _, _ = self.phases.pop(phase_name, ("", 0, 1))
-            if parent is None:
-                self.report(1.0)
-
-    return messages, Monitor(), interruption

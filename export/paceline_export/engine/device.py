@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import resource
 from pathlib import Path
 
 from paceline.errors import InstallationError
@@ -52,9 +53,21 @@ def free_bytes() -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """Memory of the machine that can be had without swapping; None where the system does not say."""
+    """Memory that this process can still have without swapping, within its own limit (`ulimit -v`), too.
+
+    None where the system does not say.
+    """
     try:
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free = _kilobytes("MemAvailable", "/proc/meminfo")
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return free if limit == resource.RLIM_INFINITY else min(free, limit - _kilobytes("VmSize", "/proc/self/status"))
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+
+
+def _kilobytes(name: str, file: str) -> int:
+    """A line of one of the system's tables, in bytes."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{file} has no {name}")
+    return int(found[1]) * 1024

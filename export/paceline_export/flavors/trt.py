@@ -37,15 +37,14 @@ import torch
 
 from paceline_export.attention import GraphState, LayerAttention
 from paceline_export.passes.norms import fuse_standard_norms
-from paceline_export.passes.static_length import POSITIONS
+from paceline_export.passes.static_length import IN_PIECES, POSITIONS
 from paceline_export.quantize import WeightFormat
 
 from .dequantize import Dequantize
 from .flavor import Flavor, GraphInput
 
-__all__ = ["IN_PIECES", "TRT"]
+__all__ = ["TRT"]
 
-IN_PIECES = "paceline.attention_in_pieces"  # of a graph's metadata
 _OPSET = 24
 
 

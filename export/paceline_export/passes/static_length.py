@@ -7,7 +7,10 @@ import onnx_ir as ir
 
 from paceline.errors import InvalidInputError
 
-__all__ = ["POSITIONS", "set_static_length"]
+__all__ = ["IN_PIECES", "POSITIONS", "set_static_length"]
+
+# In the metadata of a graph: how many layers attend by products and a softmax. Here, since builds import no torch.
+IN_PIECES = "paceline.attention_in_pieces"
 
 # The graph's only table of as many integers: the positions of a cache.
 POSITIONS = "rotary.positions"
