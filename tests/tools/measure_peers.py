@@ -28,6 +28,17 @@ from .peers.prompts import Prompt, edits, human_eval, spec_bench
 from .peers.report import summarise, tables
 
 _WARM_UP_TOKENS = 16
+_TABLES, _SUMMARY = ".txt", ".json"  # what a report adds to the name of a file of measurements
+
+
+def measurements_file(text: str) -> Path:
+    """The path of a file of measurements, which its own tables and summary must not replace."""
+    path = Path(text)
+    if path.suffix in {_TABLES, _SUMMARY}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is where the report goes: name it {str(path.with_suffix('.jsonl'))!r}"
+        )
+    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         prog="measure_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--report", type=Path, metavar="FILE", help="only print the tables of a file of measurements")
+    add("--report", type=measurements_file, metavar="FILE", help="only print the tables of a file of measurements")
     add("--bundle", type=Path, help="paceline's bundle, with a draft model")
     add("--llama-cpp", metavar="PYTHON:GGUF")
     add("--openvino", metavar="PYTHON:TARGET:DRAFT", help="folders as optimum-cli writes them")
@@ -56,7 +67,11 @@ def parser() -> argparse.ArgumentParser:
     add("--ignore-end", action="store_true", help="write on behind end tokens")
     add("--repeats", type=int, default=2, help="texts of each prompt and method (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="of the peers (default: %(default)s)")
-    add("--output", type=Path, help="file of measurements, a line of JSON each; tables and summary go beside it")
+    add(
+        "--output",
+        type=measurements_file,
+        help="file of measurements, a line of JSON each (.jsonl); tables (.txt) and summary (.json) go beside it",
+    )
     add("--resume", action="store_true", help="go on with the measurements in --output")
     return made
 
@@ -177,10 +192,10 @@ def report(path: Path) -> None:
     measurements = read(path)
     summary = summarise(measurements)
     text = tables(summary)
-    path.with_suffix(".json").write_text(
+    path.with_suffix(_SUMMARY).write_text(
         json.dumps({"summary": summary, "measurements": measurements}, indent=1) + "\n", encoding="utf-8"
     )
-    path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    path.with_suffix(_TABLES).write_text(text + "\n", encoding="utf-8")
     print(text)
 
 

@@ -14,7 +14,7 @@ import pytest
 from paceline_tools.peers.line_server import Request, record
 
 from .conftest import ROOT, environment
-from .measure_peers import read
+from .measure_peers import parser, read
 from .peers.prompts import edits, human_eval, spec_bench
 from .peers.report import summarise, tables
 
@@ -153,6 +153,14 @@ def test_a_run_can_be_resumed_and_reported(smol_bundle: Path, tmp_path: Path) ->
     summary = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))["summary"]
     assert summary["greedy"]["methods"]["paceline:auto"]["speedup_code"] > 0
     assert measure("--report", output).stdout == output.with_suffix(".txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["--output", "--report"])
+@pytest.mark.parametrize("suffix", [".json", ".txt"])
+def test_a_report_never_replaces_its_measurements(option: str, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([option, f"run{suffix}"])
+    assert "name it 'run.jsonl'" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_start_is_named(smol_bundle: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """ONNX Runtime GenAI's process: `run_genai TARGET DRAFT THREADS as-built|tuned`; DRAFT may be empty.
 
 The folders are written by `python -m onnxruntime_genai.models.builder -i CHECKPOINT -o FOLDER -p int4 -e cpu -c CACHE`;
-for "tuned", which stops idle threads from spinning, with `--extra_options int4_block_size=128 int4_accuracy_level=4`.
+for "tuned", which stops idle threads from spinning, with `--extra_options block_size=128 accuracy_level=4`. The builder
+of 0.18.0 says that it still takes `int4_block_size`, and then drops it: its blocks stay 32 long.
 """
 
 from __future__ import annotations
