@@ -135,7 +135,7 @@ def recomputed(data: dict[str, Any], sampling: str) -> float:
 
     here = [statistics.mean(turn) for turn in turns.values()]
     models = []
-    for memory, chance in ((0.0, 1 / 8), (1 / 32, 1 / 8), (1 / 8, 1 / 8), (1 / 2, 1 / 8), (math.inf, 1 / 2)):
+    for memory, chance in ((0.0, 1 / 12), (1 / 32, 1 / 12), (1 / 8, 1 / 12), (1 / 2, 1 / 12), (math.inf, 2 / 3)):
         for ratio in [4.0**power / len(times) for power in range(-1, 8)] if memory else [0.0]:
             walk = np.array([[alike(a[0], b[0], memory or 1.0) for a in rounds] for b in rounds])
             spread = np.eye(len(free)) + ratio * contrasts.T @ walk @ contrasts

@@ -13,10 +13,10 @@ from scipy import optimize, special
 
 __all__ = ["Drift", "TimedText", "drift_of"]
 
-# Times over which the drift forgets, in lengths of the run; last a random walk, which never does, taken to be as
-# likely as all the others and no drift together.
+# Times over which the drift forgets, in lengths of the run; last a random walk, which never does, taken to be
+# twice as likely as all the others and no drift together.
 _MEMORIES = (1 / 32, 1 / 8, 1 / 2, math.inf)
-_LIKELY = (1.0, 1.0, 1.0, 4.0)
+_LIKELY = (1.0, 1.0, 1.0, 8.0)
 # Variances of the drift over that of a text's noise, times the number of texts; equally likely.
 _RATIOS = tuple(4.0**power for power in range(-1, 8))
 # The other run begins so many lengths of this one after this one's end.
