@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .bootstrap import Estimate, Term, Times, estimate
 from .document import Document
+from .drift import NEXT, drift_of
 from .figures import Runs, decoding, whole
 from .measurement import Measurement
 
@@ -121,12 +121,16 @@ class _Pair:
             )
 
     def drift(self, name: str) -> float:
-        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm: what both runs say."""
+        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm.
+
+        Both runs tell it together: the new one's texts are taken for later ones of other methods.
+        """
         if name == _RELATIVE:  # times over plain decoding's drift alike
             return 0.0
-        old = self.old.reach([old for old, _ in self.prompts], _LEVEL)
-        new = self.new.reach([new for _, new in self.prompts], _LEVEL)
-        return math.hypot(old, new) / math.sqrt(2)
+        apart = len(self.old.document.methods)
+        later = [replace(one, when=one.when + NEXT, method=one.method + apart) for one in self.new.rounds]
+        found = drift_of([*self.old.rounds, *later])
+        return found.reach(self.new.turns([new for _, new in self.prompts]), _LEVEL) if found else 0.0
 
     def _old(self, method: int, figure: Callable[[Measurement], float]) -> Times:
         return self.old.times(method, [old for old, _ in self.prompts], figure, run=0)
