@@ -15,6 +15,8 @@ __all__ = ["Change", "changes", "differences"]
 
 # One in a hundred comparisons of equal runs lies beyond such an interval by chance.
 _LEVEL = 0.99
+# Of the drift that is added to it, as in the intervals of a run: further out lie walks that a run hardly supports.
+_DRIFT_LEVEL = 0.95
 # What would explain that times differ.
 _SETTINGS = ("max_new_tokens", "repeats", "seed", "ignore_end", "raw", "provider", "threads", "profile", "knobs")
 
@@ -130,7 +132,7 @@ class _Pair:
         apart = len(self.old.document.methods)
         later = [replace(one, when=one.when + NEXT, method=one.method + apart) for one in self.new.rounds]
         found = drift_of([*self.old.rounds, *later])
-        return found.reach(self.new.turns([new for _, new in self.prompts]), _LEVEL) if found else 0.0
+        return found.reach(self.new.turns([new for _, new in self.prompts]), _DRIFT_LEVEL) if found else 0.0
 
     def _old(self, method: int, figure: Callable[[Measurement], float]) -> Times:
         return self.old.times(method, [old for old, _ in self.prompts], figure, run=0)
