@@ -86,7 +86,7 @@ def covered(wander: Wander, prompts: int, repeats: int, count: int, seed: int) -
         listed = [
             TimedText(at, 0, i % prompts, float(ms)) for i, (at, ms) in enumerate(zip(when, one.flat, strict=True))
         ]
-        drift = drift_of(listed, 1.0)
+        drift = drift_of(listed)
         found = estimate(
             [Term(Times(one.T, np.full(prompts, repeats)), 1)], drift=drift.reach(list(when), 0.95) if drift else 0.0
         )
@@ -135,7 +135,7 @@ def recomputed(data: dict[str, Any], sampling: str) -> float:
 
     here = [statistics.mean(turn) for turn in turns.values()]
     models = []
-    for memory, chance in ((0.0, 1 / 8), (1 / 32, 1 / 8), (1 / 8, 1 / 8), (1 / 2, 1 / 8), (math.inf, 1 / 2)):
+    for memory, chance in ((0.0, 1 / 12), (1 / 32, 1 / 12), (1 / 8, 1 / 12), (1 / 2, 1 / 12), (math.inf, 2 / 3)):
         for ratio in [4.0**power / len(times) for power in range(-1, 8)] if memory else [0.0]:
             walk = np.array([[alike(a[0], b[0], memory or 1.0) for a in rounds] for b in rounds])
             spread = np.eye(len(free)) + ratio * contrasts.T @ walk @ contrasts
@@ -195,19 +195,19 @@ def _width(found: dict[str, float]) -> float:
 
 
 def test_no_drift_without_a_second_text() -> None:
-    assert drift_of([], 1.0) is None
-    assert drift_of([TimedText(0.5, 0, 0, 1.0)], 1.0) is None
-    same = drift_of([TimedText(at, 0, 0, 1.0) for at in (0.25, 0.75)], 1.0)
+    assert drift_of([]) is None
+    assert drift_of([TimedText(0.5, 0, 0, 1.0)]) is None
+    same = drift_of([TimedText(at, 0, 0, 1.0) for at in (0.25, 0.75)])
     assert same is None  # of a clock that is made up
-    two = drift_of([TimedText(0.25, 0, 0, 1.0), TimedText(0.75, 0, 1, 1.1)], 1.0)
+    two = drift_of([TimedText(0.25, 0, 0, 1.0), TimedText(0.75, 0, 1, 1.1)])
     assert two is not None
     assert two.degrees == 1
 
 
 def test_many_texts_are_thinned() -> None:
     rng = np.random.default_rng(1)
-    texts = [TimedText(i + 0.5, 0, i % 500, math.exp(rng.normal(0, 0.02))) for i in range(1000)]
-    drift = drift_of(texts, 1000.0)
+    texts = [TimedText((i + 0.5) / 1000, 0, i % 500, math.exp(rng.normal(0, 0.02))) for i in range(1000)]
+    drift = drift_of(texts)
     assert drift is not None
     assert drift.degrees == 100  # a fifth of the prompts, each written twice
     assert float(drift.weights @ drift.noise) == pytest.approx(0.02, rel=0.2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .bootstrap import Estimate, Term, Times, estimate
 from .document import Document
+from .drift import NEXT, drift_of
 from .figures import Runs, decoding, whole
 from .measurement import Measurement
 
@@ -15,6 +15,8 @@ __all__ = ["Change", "changes", "differences"]
 
 # One in a hundred comparisons of equal runs lies beyond such an interval by chance.
 _LEVEL = 0.99
+# Of the drift that is added to it, as in the intervals of a run: further out lie walks that a run hardly supports.
+_DRIFT_LEVEL = 0.95
 # What would explain that times differ.
 _SETTINGS = ("max_new_tokens", "repeats", "seed", "ignore_end", "raw", "provider", "threads", "profile", "knobs")
 
@@ -121,12 +123,16 @@ class _Pair:
             )
 
     def drift(self, name: str) -> float:
-        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm: what both runs say."""
+        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm.
+
+        Both runs tell it together: the new one's texts are taken for later ones of other methods.
+        """
         if name == _RELATIVE:  # times over plain decoding's drift alike
             return 0.0
-        old = self.old.reach([old for old, _ in self.prompts], _LEVEL)
-        new = self.new.reach([new for _, new in self.prompts], _LEVEL)
-        return math.hypot(old, new) / math.sqrt(2)
+        apart = len(self.old.document.methods)
+        later = [replace(one, when=one.when + NEXT, method=one.method + apart) for one in self.new.rounds]
+        found = drift_of([*self.old.rounds, *later])
+        return found.reach(self.new.turns([new for _, new in self.prompts]), _DRIFT_LEVEL) if found else 0.0
 
     def _old(self, method: int, figure: Callable[[Measurement], float]) -> Times:
         return self.old.times(method, [old for old, _ in self.prompts], figure, run=0)

@@ -64,12 +64,13 @@ def _drift(document: Document, plain: int, keys: set[tuple[tuple[int, ...], int]
     """How far the time of a token may lie in another run, as a logarithm: what plain decoding's groups say."""
     groups = list(dict.fromkeys(prompts for prompts, _ in keys))
     ends = itertools.accumulate(one.wall_s for one in document.crowds)
+    length = sum(one.wall_s for one in document.crowds)
     texts = [
-        TimedText(end - one.wall_s / 2, plain, groups.index(one.prompts), one.wall_s / one.new_tokens)
+        TimedText((end - one.wall_s / 2) / length, plain, groups.index(one.prompts), one.wall_s / one.new_tokens)
         for one, end in zip(document.crowds, ends, strict=True)
         if one.method == plain and (one.prompts, one.repeat) in keys
     ]
-    found = drift_of(texts, sum(one.wall_s for one in document.crowds))
+    found = drift_of(texts)
     return found.reach([text.when for text in texts], 0.95) if found else 0.0
 
 

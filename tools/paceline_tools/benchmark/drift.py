@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special
 
-__all__ = ["Drift", "TimedText", "drift_of"]
+__all__ = ["NEXT", "Drift", "TimedText", "drift_of"]
 
-# Times over which the drift forgets, in lengths of the run; last a random walk, which never does, taken to be as
-# likely as all the others and no drift together.
+# Times over which the drift forgets, in lengths of the run; last a random walk, which never does, taken to be
+# twice as likely as all the others and no drift together.
 _MEMORIES = (1 / 32, 1 / 8, 1 / 2, math.inf)
-_LIKELY = (1.0, 1.0, 1.0, 4.0)
+_LIKELY = (1.0, 1.0, 1.0, 8.0)
 # Variances of the drift over that of a text's noise, times the number of texts; equally likely.
 _RATIOS = tuple(4.0**power for power in range(-1, 8))
-# The other run begins so many lengths of this one after this one's end.
-_BREAK = 1.0
+# The other run begins so many lengths of this one after this one's beginning.
+NEXT = 2.0
 # Of more texts, evenly spread ones are taken.
 _MOST_TEXTS = 200
 
@@ -30,7 +30,7 @@ class TimedText:
     """One text of a run.
 
     Attributes:
-        when: the middle of its writing, in seconds since the run's first text began.
+        when: the middle of its writing, from the run's first text on, in lengths of the run.
         method: that wrote it.
         prompt: of one method and prompt, texts take the same time, but for noise and drift.
         time: of a piece of work, above 0, in any unit.
@@ -52,7 +52,6 @@ class Drift:
         noise: standard deviation of a text's noise, as a logarithm: `[models]`.
         weights: how likely each model is, 1 in all: `[models]`.
         degrees: of freedom, of Student's t.
-        seconds: length of the run.
     """
 
     memories: NDArray[np.float64]
@@ -60,17 +59,16 @@ class Drift:
     noise: NDArray[np.float64]
     weights: NDArray[np.float64]
     degrees: int
-    seconds: float
 
     def reach(self, when: Sequence[float], level: float) -> float:
         """Within which another run's mean logarithm lies of this run's, with the probability `level`.
 
         Args:
-            when: the moments of the texts whose mean it is, at least one, in seconds.
+            when: the moments of the texts whose mean it is, at least one, as `TimedText.when`.
             level: above 0 and below 1.
         """
-        here = np.asarray(when) / self.seconds
-        there = here + 1 + _BREAK
+        here = np.asarray(when)
+        there = here + NEXT
         parted = {
             memory: float((_alike(here, here, memory) + _alike(there, there, memory)).mean())
             - 2 * float(_alike(here, there, memory).mean())
@@ -89,16 +87,12 @@ class Drift:
         return float(optimize.brentq(beyond, 0.0, most * (1 + 1e-9), xtol=1e-9 * most))
 
 
-def drift_of(texts: Sequence[TimedText], seconds: float) -> Drift | None:
+def drift_of(texts: Sequence[TimedText]) -> Drift | None:
     """Noise and drift of a run.
 
     The logarithm of a time is taken for the level of its method and prompt, noise, and a drift. Prompts that a method
     wrote once share a level. How large the drift is beside the noise, and how soon it forgets, is weighed by how well
     it explains the times, with the levels taken out and the size of the noise left open.
-
-    Args:
-        texts: in any order.
-        seconds: length of the run, above 0.
 
     Returns:
         None where there is no text beyond one of each level, or all of a level took the same time.
@@ -114,7 +108,7 @@ def drift_of(texts: Sequence[TimedText], seconds: float) -> Drift | None:
         return None
     level = np.array([[name == one for one in levels] for name in names], np.float64)  # [texts, levels]
     without = np.eye(len(texts)) - level @ (level / level.sum(axis=0)).T  # takes each level's mean away
-    moments = np.array([text.when for text in texts]) / seconds
+    moments = np.array([text.when for text in texts])
     times = without @ np.log([text.time for text in texts])
     if float(times @ times) < 1e-24:
         return None
@@ -137,7 +131,7 @@ def drift_of(texts: Sequence[TimedText], seconds: float) -> Drift | None:
     memories, of_drift, before, sizes, sums = np.array(models).T
     logs = before - sizes / 2 - degrees / 2 * np.log(sums)
     weights = np.exp(logs - logs.max())
-    return Drift(memories, of_drift, np.sqrt(sums / degrees), weights / weights.sum(), degrees, seconds)
+    return Drift(memories, of_drift, np.sqrt(sums / degrees), weights / weights.sum(), degrees)
 
 
 def _alike(one: NDArray[np.float64], other: NDArray[np.float64], memory: float) -> NDArray[np.float64]:

@@ -50,10 +50,12 @@ class Runs:
                 if one.decoded >= fewest and one.decode_s > 0 and one.steps_s[0] > 0:
                     cells[one.prompt, one.repeat][one.method] = one
         ends = itertools.accumulate(one.wall_s for one in document.measurements)
+        length = sum(one.wall_s for one in document.measurements) or 1.0
         self._when = {
-            (one.prompt, one.method, one.repeat): end - one.wall_s / 2
+            (one.prompt, one.method, one.repeat): (end - one.wall_s / 2) / length
             for one, end in zip(document.measurements, ends, strict=True)
         }
+        self.rounds: list[TimedText] = []
         self.drift: Drift | None = None
         # Of each prompt, the repeats that can be timed.
         self.timed: dict[int, list[dict[int, Measurement]]] = defaultdict(list)
@@ -86,20 +88,22 @@ class Runs:
             for method, one in cell.items()
             if document.methods[method].engine == OURS and len(set(one.steps_proposed[1:-1])) == 1
         ]
-        drift = drift_of(texts, sum(one.wall_s for one in document.measurements)) if texts else None
+        drift = drift_of(texts)
         for runs in found.values():
-            runs.drift = drift
+            runs.rounds, runs.drift = texts, drift
         return found
 
     def reach(self, prompts: Sequence[int], level: float = 0.95) -> float:
         """How far a time of any method over these prompts may lie in another run, as a logarithm."""
-        if self.drift is None or not prompts:
-            return 0.0
-        turns = [[self._middle(one) for one in cell.values()] for prompt in prompts for cell in self.timed[prompt]]
-        return self.drift.reach([statistics.mean(turn) for turn in turns], level)
+        return self.drift.reach(self.turns(prompts), level) if self.drift and prompts else 0.0
+
+    def turns(self, prompts: Sequence[int]) -> list[float]:
+        """The middle of each turn of these prompts, in lengths of the run."""
+        cells = [cell for prompt in prompts for cell in self.timed[prompt]]
+        return [statistics.mean(self._middle(one) for one in cell.values()) for cell in cells]
 
     def _middle(self, one: Measurement) -> float:
-        """Seconds from the first text to the middle of this one."""
+        """From the run's first text to the middle of this one, in lengths of the run."""
         return self._when[one.prompt, one.method, one.repeat]
 
     def texts(self, method: int, category: str | None) -> list[Measurement]:
