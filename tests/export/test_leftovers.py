@@ -80,7 +80,7 @@ def test_parts_of_a_larger_model_are_named(tied: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{LAYER}.q_proj.bias", r"no such parameter: .* of a bias, look at attention_bias"),
+        (f"{LAYER}.q_proj.bias", r"no such parameter: .*of a bias, look at attention_bias"),
         (f"{LAYER}.q_norm.weight", "without it, the model would be another one"),
         ("model.norm.bias", "without it, the model would be another one"),
         ("lm_head.weight", "Set tie_word_embeddings to false in config.json"),
