@@ -40,9 +40,9 @@ _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
 _PRIOR_WEIGHT = 5.0
 _PRIOR_ACCEPTANCE = 0.75
-# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 50 for the text.
+# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 40 for the text.
 _CLASS_MEMORY = 0.995
-_TEXT_MEMORY = 0.98
+_TEXT_MEMORY = 0.975
 _RATE_MEMORY = 0.9
 # Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
 _PAUSE = 32
