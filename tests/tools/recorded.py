@@ -71,7 +71,9 @@ class Recording:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """From a line of JSON."""
-        found = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        found: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
         found["astray"] = {int(place): tuple(map(tuple, more)) for place, more in fields["astray"].items()}
         return cls(**found)
 
@@ -276,6 +278,6 @@ def recorded_pair(
         _RecordedModel(recording, costs, small, is_draft=is_draft, noise=noise, rng=rng) for is_draft in (False, True)
     )
     ended = len(recording.token_ids) < recording.max_new_tokens
-    ends = [small[recording.token_ids[-1]]] if ended else []
+    ends = (small[recording.token_ids[-1]],) if ended else ()
     decoder = SpeculativeDecoder(target, draft, None, target.vocab_size, ends, costs=costs if told else None)
     return decoder, [small[token] for token in recording.prompt_ids], lambda: target.seconds + draft.seconds
