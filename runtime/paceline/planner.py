@@ -40,9 +40,9 @@ _CONFIDENCES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 # Before anything is seen: as if so many tokens of a class had been judged, and so many of any class.
 _PRIOR_WEIGHT = 5.0
 _PRIOR_ACCEPTANCE = 0.75
-# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 50 for the text.
+# What a judged token counts after the next was judged: a memory of some 200 for the classes, of 40 for the text.
 _CLASS_MEMORY = 0.995
-_TEXT_MEMORY = 0.98
+_TEXT_MEMORY = 0.975
 _RATE_MEMORY = 0.9
 # Plain rounds before a token of a drafter that does not ask shows whether drafting pays after all.
 _PAUSE = 32
@@ -243,7 +243,8 @@ class Planner:
         if (costs := self._costs) is None:
             return 0
         # Each copied token that stands makes the match longer by one, and so the next one likelier.
-        acceptances = [1 - min(self._fall_factor * _falls(match_length + place), 1.0) for place in range(self._most)]
+        factor = (self._fallen.total + _FALLEN) / (self._expected_to_fall.total + _FALLEN)
+        acceptances = [1 - min(factor * _falls(match_length + place), 1.0) for place in range(self._most)]
         best, rate = self._best(acceptances, costs, 0.0)
         if not best or rate <= self._rate(costs):
             return 0
@@ -338,11 +339,6 @@ class Planner:
         if self.asks:
             return 1 + sum(self._survivals[:num_proposed])
         return tokens_per_round(self._acceptance, num_proposed)
-
-    @property
-    def _fall_factor(self) -> float:
-        """How much more often copies fall in this text than in others."""
-        return (self._fallen.total + _FALLEN) / (self._expected_to_fall.total + _FALLEN)
 
     def _best(self, acceptances: Iterable[float], costs: Costs, draft_step: float) -> tuple[int, float]:
         """The number of tokens to draft that brings the most tokens per second, and these.

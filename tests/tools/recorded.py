@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,9 @@ class Recording:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """From a line of JSON."""
-        found = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        found: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
         found["astray"] = {int(place): tuple(map(tuple, more)) for place, more in fields["astray"].items()}
         return cls(**found)
 
@@ -140,9 +142,10 @@ def record(
     rows, cache = along(draft)
     drafts = [_Law(row[: len(ids)], ids, sampling) for row in rows]
     proposed = [one.proposal(law, token, rng) for one, law, token in zip(drafts, laws, text[begin:], strict=True)]
-    astray = {}
+    astray: dict[int, tuple[tuple[int, float], ...]] = {}
     for place in reversed(range(len(laws))):  # what is overwritten is needed no more
-        token, more = proposed[place], []
+        token = proposed[place]
+        more: list[tuple[int, float]] = []
         if token == text[begin + place]:
             continue
         cache.rollback(begin + place)
@@ -219,7 +222,8 @@ class _RecordedModel:
     def new_cache(self, max_length: int) -> RecordedCache:
         return RecordedCache(max_length)
 
-    def forward(self, tokens: Sequence[int], cache: RecordedCache, num_logits: int) -> NDArray[np.float32]:
+    def forward(self, tokens: Sequence[int], cache: KVCache, num_logits: int) -> NDArray[np.float32]:
+        cache = cast(RecordedCache, cache)
         costs, count = self._costs.at(cache.length), len(tokens)
         seconds = costs.draft_step * (1 + _MISSED_TOKEN * max(count - 2, 0)) if self._is_draft else costs.target(count)
         seconds *= math.exp(self._noise * self._rng.standard_normal())
@@ -274,6 +278,6 @@ def recorded_pair(
         _RecordedModel(recording, costs, small, is_draft=is_draft, noise=noise, rng=rng) for is_draft in (False, True)
     )
     ended = len(recording.token_ids) < recording.max_new_tokens
-    ends = [small[recording.token_ids[-1]]] if ended else []
+    ends = (small[recording.token_ids[-1]],) if ended else ()
     decoder = SpeculativeDecoder(target, draft, None, target.vocab_size, ends, costs=costs if told else None)
     return decoder, [small[token] for token in recording.prompt_ids], lambda: target.seconds + draft.seconds

@@ -28,8 +28,8 @@ def pair(seed: int, eos: tuple[int, ...] = ()) -> SpeculativeDecoder:
     """A target, and a draft model that mostly agrees with it."""
     table = 2 * np.random.default_rng(seed).standard_normal((VOCAB,) * 3)
     other = table + 0.8 * np.random.default_rng(seed + 1).standard_normal(table.shape)
-    models = (TableModel(logits, max_length=256) for logits in (table, other))
-    return SpeculativeDecoder(*models, None, VOCAB, eos, costs=COSTS)
+    target, draft = (TableModel(logits, max_length=256) for logits in (table, other))
+    return SpeculativeDecoder(target, draft, None, VOCAB, eos, costs=COSTS)
 
 
 def recorded(decoder: SpeculativeDecoder, sampling: SamplingParams = GREEDY, name: str = "a") -> Recording:
