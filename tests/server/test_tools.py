@@ -56,7 +56,9 @@ def serve(decoder: SpeculativeDecoder) -> Iterator[Serve]:
     """Lets the one server of these tests run a decoder from now on, as it does with a bundle that is loaded anew."""
     with (
         running(decoder) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=plain_client()) as client,
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600, http_client=plain_client()
+        ) as client,
     ):
 
         def run(other: SpeculativeDecoder) -> tuple[Running, openai.OpenAI]:
