@@ -23,7 +23,7 @@ def with_tags(*tags: str, eos: str = "<eos>") -> Tokenizer:
     """A tokenizer of bytes, two special tokens, and these tags as tokens that texts show, as Qwen's have them."""
     backend = tokenizers.Tokenizer.from_str(byte_level_tokenizer(special=SPECIAL).to_json())
     backend.add_tokens([tokenizers.AddedToken(tag, special=False, normalized=False) for tag in tags])
-    size, ends = backend.get_vocab_size(), (backend.token_to_id(eos),)
+    size, ends = backend.get_vocab_size(), tuple(backend.encode(eos).ids)
     return Tokenizer(backend, TokenizerEntry(size, bos_token_id=None, eos_token_ids=ends, pad_token_id=None))
 
 

@@ -22,7 +22,7 @@ from paceline_server import Limits
 from paceline_server.bodies import ChatBody, CompletionBody
 from paceline_server.keys import ApiKeys
 
-from .conftest import MODEL, Running, running
+from .conftest import MODEL, Running, plain_client, running
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -214,12 +214,13 @@ def fields_of(kind: type[CompletionBody] | type[ChatBody]) -> st.SearchStrategy[
 
 
 def test_random_fields_are_answered_or_named(server: Running) -> None:
-    with httpx2.Client(timeout=60) as client:
+    fields_for = {is_chat: fields_of(ChatBody if is_chat else CompletionBody) for is_chat in (False, True)}
+    with plain_client() as client:
 
         @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         @given(data=st.data(), is_chat=st.booleans())
         def check(data: st.DataObject, is_chat: bool) -> None:
-            fields = data.draw(fields_of(ChatBody if is_chat else CompletionBody))
+            fields = data.draw(fields_for[is_chat])
             prompt = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Hi"}
             body = text_of({"model": MODEL, "max_tokens": 1, **prompt, **fields})
             answer = client.post(f"{server.url}{CHAT if is_chat else TEXT}", content=body)

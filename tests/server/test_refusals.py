@@ -217,6 +217,12 @@ def test_what_the_library_refuses_is_named_in_the_words_of_the_request(
         (TEXT, {"prompt": [[1], ["a"]]}, "prompt.1.0: Input should be a valid integer, got 'a'."),
         (TEXT, {"prompt": [None]}, "prompt: Input should be a text, a list of texts, a list of token ids"),
         (TEXT, {"prompt": []}, "prompt: List should have at least 1 item"),
+        (TEXT, {"prompt": "x", "logit_bias": [1]}, "logit_bias: Input should be an object, got [1]."),
+        (
+            TEXT,
+            {"prompt": "x", "stream": True, "stream_options": 5},
+            "stream_options: Input should be an object, got 5.",
+        ),
         (TEXT, {"prompt": "x", "stop": {"a": 1}}, "stop: Input should be a text, or a list of texts, got {'a': 1}."),
         (TEXT, {"prompt": "x", "stop": ["a", 1]}, "stop.1: Input should be a valid string, got 1."),
         (
@@ -342,5 +348,6 @@ def test_unknown_models_paths_and_methods(server: Running) -> None:
     assert server.get("/v1/models/gpt-9").status_code == 404
     assert server.get("/v1/whatever").json()["error"]["type"] == "not_found_error"
     assert server.get(TEXT).status_code == 405
+    assert server.post(f"{TEXT}/", {"prompt": "x"}).status_code == 404
     assert server.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
     assert [model["id"] for model in server.get("/v1/models").json()["data"]] == [MODEL]

@@ -132,7 +132,7 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(slow: SpeculativeDecoder) -
     """More than the buffers between hold: without an end to it, it would stay in the server's memory."""
     with running(slow, limits=Limits(client_s=0.5, new_tokens=4096), send_buffer=4096) as server:
         gate(slow).gate.set()
-        with open_stream(server, max_tokens=4000, logprobs=20, stream=False):
+        with open_stream(server, max_tokens=1000, logprobs=20, stream=False):
             server.wait_for(lambda: 'status="200"} 1.0' in server.get("/metrics").text)
             server.wait_for(lambda: not server.num_connections())
 

@@ -62,7 +62,7 @@ def create_app(served: Served, keys: ApiKeys | None = None, journals: Sequence[J
     def get(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, answer, methods=["GET"])
 
-    return Starlette(
+    app = Starlette(
         routes=[
             get("/v1/models", models),
             get("/v1/models/{name:path}", model),
@@ -75,6 +75,8 @@ def create_app(served: Served, keys: ApiKeys | None = None, journals: Sequence[J
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _answer},
     )
+    app.router.redirect_slashes = False  # a path with a slash too many is none of these
+    return app
 
 
 async def _answer(request: Request, error: Exception) -> Response:

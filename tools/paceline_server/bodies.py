@@ -329,6 +329,8 @@ def _named(error: ValidationError) -> ApiError:
         return ApiError(400, f"Unknown field {path:.200}.", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"The field {path:.200} is missing.", param=param, code="missing_required_parameter")
+    # pydantic's own words tell of Python's types.
+    reason = "Input should be an object" if first["type"] in ("dict_type", "model_type") else first["msg"]
     return ApiError(
-        400, f"{path:.200}: {first['msg']:.300}, got {shown(first['input']):.80}.", param=param, code="invalid_value"
+        400, f"{path:.200}: {reason:.300}, got {shown(first['input']):.80}.", param=param, code="invalid_value"
     )
