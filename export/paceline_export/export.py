@@ -35,6 +35,7 @@ from .other_tokenizer import DEFAULT_METHOD, OtherTokenizer
 from .pair import check_widths, token_texts, tokenizer_difference
 from .parity import SHORTEST
 from .partial_folder import check_room, partial_folder
+from .passes.folded import fold_query_heads
 from .passes.weights import check_projections
 from .quantize import WeightFormat
 from .rotation import fixed_positions
@@ -94,6 +95,7 @@ def export_bundle(
     adapter: Path | None = None,
     draft_adapter: Path | None = None,
     max_file_size: int | None = None,
+    long_context: bool = False,
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ExportReport:
@@ -124,6 +126,8 @@ def export_bundle(
         draft_adapter: one that was trained on the draft.
         max_file_size: bytes of one file of weights, at least 1,000,000; more files are written where a model has more.
             None means one file for each model, of any size.
+        long_context: let steps behind long texts read each key and value once for all heads that share it; see
+            `passes.folded`. Steps behind short texts become a little slower. For the flavour `ort`.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -137,7 +141,7 @@ def export_bundle(
     started = time.perf_counter()
     ready = target if isinstance(target, Bundle) else None
     if ready is not None:
-        check_ready(ready, draft, flavor, calibration, adapter)
+        check_ready(ready, draft, flavor, calibration, adapter, long_context=long_context)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -154,6 +158,7 @@ def export_bundle(
         quality=quality,
         draft_adapter=draft_adapter,
         max_file_size=max_file_size,
+        long_context=long_context,
         overwrite=overwrite,
     )
     out = Path(out)
@@ -228,6 +233,11 @@ def export_bundle(
         report(f"{which}: trace", 0.02 + 0.02 * len(traces))
         made = trace(checkpoint.config, max_length=lengths[which], dtype=formats[which].dtype, flavor=made_for)
         made_for.finish(made.model)
+        if long_context and not fold_query_heads(made.model) and which == "target":
+            raise CheckpointError(
+                f"{checkpoint.source.name}: long_context asks for heads that share keys and values, rotate, and see "
+                "the whole text, and no layer has such; leave it out."
+            )
         if checkpoint.packing is None:
             check_projections(made.model, formats[which], block_size, nodes=made_for.weights, attention=made.attention)
         traces[which] = made
