@@ -62,7 +62,9 @@ def products(kind: str, layers: int, bits: int, block: int, *, symmetric: bool, 
     shapes, most = WEIGHTS[kind]
     rng = np.random.default_rng(0)
     inputs = {columns: value(f"x{columns}", ir.DataType.FLOAT, ["rows", columns]) for _, columns in shapes}
-    nodes, outputs, constants = [], [], []
+    nodes: list[ir.Node] = []
+    outputs: list[ir.Value] = []
+    constants: list[ir.Value] = []
     for layer in range(min(layers, most)):
         for rows, columns in shapes:
             blocks, name = -(-columns // block), f"{layer}.{columns}.{rows}"
@@ -128,7 +130,9 @@ def attention(layers: int, cache: str, bits: int = 0, *, folds: bool = False) ->
         more = [None, None, None, scale, scale]
         quantised = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
         attributes |= {**quantised, "kv_cache_bit_width": bits}
-    inputs, outputs, nodes = [ids, *rows, *counters], [], []
+    inputs = [ids, *rows, *counters]
+    outputs: list[ir.Value] = []
+    nodes: list[ir.Node] = []
     for layer in range(layers):
         shape = [1, KV_HEADS, "positions", width]
         past = [value(f"past.{layer}.{what}", kept, shape) for what in ("key", "value")]

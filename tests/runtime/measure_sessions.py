@@ -38,7 +38,7 @@ POOLS: dict[str, dict[str, str]] = {
     "own, no spinning": {"session.intra_op.allow_spinning": "0"},
     "own, the draft 1 thread": {"session.force_spinning_stop": "1"},
 }
-SAVED = {
+SAVED: dict[str, dict[str, str]] = {
     "optimised, saved": {},
     "packed, saved": {"session.save_external_prepacked_constant_initializers": "1"},
     "ORT format, saved": {"session.save_model_format": "ORT"},
@@ -119,7 +119,8 @@ def run_load(bundle: Bundle, way: str, saved: Path) -> None:
     with huge_pages(0 if way == "packed, saved" else bundle.manifest.weight_bytes):
         model = OrtModel(ort.InferenceSession(str(path), options), entry)
     loaded = time.process_time()
-    cache, steps = model.new_cache(2 * PAST), []
+    cache = model.new_cache(2 * PAST)
+    steps: list[float] = []
     cache.advance(PAST)
     for _ in range(3 if way == "not packed" else 9):
         before = time.process_time()
@@ -170,7 +171,8 @@ def measure_calls(folder: Path, rounds: int) -> None:
         model = OrtModel(ort.InferenceSession(str(bundle.path(entry.path)), options), entry)
         cache = model.new_cache(2 * PAST)
         cache.advance(PAST)
-        around, choice = [], []
+        around: list[float] = []
+        choice: list[float] = []
         for _ in range(rounds):
             before, inside = time.perf_counter(), cache.seconds
             logits = model.forward([5], cache, 1)

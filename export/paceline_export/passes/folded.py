@@ -10,7 +10,7 @@ A step takes this way where it has few rows and a long cache, else the operator 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -85,7 +85,7 @@ def _can_fold(node: ir.Node) -> bool:
     heads, kv_heads = _heads(node)
     plain = set(node.attributes) <= _KNOWN and len(node.inputs) == _COS + 2 and None not in node.inputs
     past = node.inputs[3]
-    return plain and heads > kv_heads and past is not None and past.dtype == ir.DataType.FLOAT
+    return bool(plain and heads > kv_heads and past is not None and past.dtype == ir.DataType.FLOAT)
 
 
 class _Shared:
@@ -132,7 +132,7 @@ class _Shared:
         return constant(self.model, f"folded.{name}", np.array(values, np.int64))
 
     def _node(
-        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: dict[str, object] | None = None
+        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object] | None = None
     ) -> ir.Value:
         node = ir.node(op_type, inputs, attributes or {})
         self._count += 1
@@ -159,7 +159,7 @@ class _Shared:
         def add(
             op_type: str,
             inputs: Sequence[ir.Value | None],
-            attributes: dict[str, object] | None = None,
+            attributes: Mapping[str, object] | None = None,
             domain: str = "",
         ) -> ir.Value:
             nodes.append(ir.node(op_type, inputs, attributes or {}, domain=domain))
