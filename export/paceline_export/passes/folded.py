@@ -54,16 +54,17 @@ def fold_query_heads(model: ir.Model) -> int:
 
 def unfold_query_heads(model: ir.Model) -> None:
     """Undo `fold_query_heads`, in place."""
-    for node in list(model.graph):
-        if node.op_type == "If" and node.name is not None and node.name.startswith(_PREFIX):
-            (plain,) = node.attributes["else_branch"].as_graph()
-            restored = ir.node(_ATTENTION, plain.inputs, dict(plain.attributes), domain=plain.domain, num_outputs=3)
-            for name in ("then_branch", "else_branch"):  # what they read would count as used
-                branch = node.attributes[name].as_graph()
-                branch.outputs.clear()
-                branch.remove(list(branch), safe=True)
-            _put(model, node, restored)
-    RemoveUnusedNodesPass()(model)
+    chosen = [node for node in model.graph if node.op_type == "If" and str(node.name).startswith(_PREFIX)]
+    for node in chosen:
+        (plain,) = node.attributes["else_branch"].as_graph()
+        restored = ir.node(_ATTENTION, plain.inputs, dict(plain.attributes), domain=plain.domain, num_outputs=3)
+        for name in ("then_branch", "else_branch"):  # what they read would count as used
+            branch = node.attributes[name].as_graph()
+            branch.outputs.clear()
+            branch.remove(list(branch), safe=True)
+        _put(model, node, restored)
+    if chosen:
+        RemoveUnusedNodesPass()(model)
 
 
 def _put(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
