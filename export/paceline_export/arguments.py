@@ -20,7 +20,13 @@ _LEAST_FILE = 1_000_000  # bytes; with less, a large model would be thousands of
 
 
 def check_ready(
-    target: Bundle, draft: Source | None, flavor: str, calibration: str | None, adapter: Path | None
+    target: Bundle,
+    draft: Source | None,
+    flavor: str,
+    calibration: str | None,
+    adapter: Path | None,
+    *,
+    long_context: bool = False,
 ) -> None:
     """Refuse what cannot be honoured where the target has been exported already."""
     if draft is None:
@@ -36,6 +42,11 @@ def check_ready(
         raise InvalidInputError(
             f"calibration={calibration!r} is for a target that is exported, and {target.root} is a bundle already; "
             "leave it out."
+        )
+    if long_context:
+        raise InvalidInputError(
+            f"long_context is for a target that is exported, and {target.root} is a bundle already, whose graph is "
+            "taken as it is: name the target's checkpoint."
         )
     if adapter is not None:
         raise InvalidInputError(
@@ -61,6 +72,7 @@ def check_arguments(
     quality: bool = True,
     draft_adapter: str | os.PathLike[str] | None = None,
     max_file_size: int | None = None,
+    long_context: bool = False,
     overwrite: bool,
 ) -> None:
     """Check what can be checked without a checkpoint, so that a mistake is said before anything is fetched.
@@ -85,6 +97,7 @@ def check_arguments(
         ("quality", quality, (bool,)),
         ("draft_adapter", draft_adapter, (str, os.PathLike, type(None))),
         ("max_file_size", max_file_size, (int, type(None))),
+        ("long_context", long_context, (bool,)),
         ("overwrite", overwrite, (bool,)),
     ):
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -117,6 +130,10 @@ def check_arguments(
             raise InvalidInputError(f"draft_vocab={draft_vocab} is for a draft model, and there is none.")
     if draft_calibration is not None and not has_draft:
         raise InvalidInputError(f"draft_calibration={draft_calibration!r} is for a draft model, and there is none.")
+    if long_context and flavor != "ort":
+        raise InvalidInputError(
+            f"long_context is for graphs of the flavour 'ort', and {flavor!r} is asked for; leave it out."
+        )
     if max_file_size is not None and max_file_size < _LEAST_FILE:
         raise InvalidInputError(
             f"max_file_size must be at least {_LEAST_FILE:,} bytes, which is {_LEAST_FILE // 1000**2} MB; got "

@@ -93,6 +93,7 @@ def export_bundle(
     adapter: Path | None = None,
     draft_adapter: Path | None = None,
     max_file_size: int | None = None,
+    long_context: bool = False,
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ExportReport:
@@ -123,6 +124,8 @@ def export_bundle(
         draft_adapter: one that was trained on the draft.
         max_file_size: bytes of one file of weights, at least 1,000,000; more files are written where a model has more.
             None means one file for each model, of any size.
+        long_context: let steps behind long texts read each key and value once for all heads that share it; see
+            `passes.folded`. Steps behind short texts become a little slower. For the flavour `ort`.
         overwrite: replace an existing bundle once the new one is complete.
         on_progress: called with what is being done and the share of the whole that is behind, 0 to 1.
 
@@ -136,7 +139,7 @@ def export_bundle(
     started = time.perf_counter()
     ready = target if isinstance(target, Bundle) else None
     if ready is not None:
-        check_ready(ready, draft, flavor, calibration, adapter)
+        check_ready(ready, draft, flavor, calibration, adapter, long_context=long_context)
     check_arguments(
         out,
         has_draft=draft is not None,
@@ -153,6 +156,7 @@ def export_bundle(
         quality=quality,
         draft_adapter=draft_adapter,
         max_file_size=max_file_size,
+        long_context=long_context,
         overwrite=overwrite,
     )
     out = Path(out)
@@ -170,7 +174,13 @@ def export_bundle(
             f"draft_method={draft_method!r} is for a draft with another tokenizer than the target's, and this one has "
             "the same; leave it out."
         )
-    asked = partial(ModelExport, flavor=find_flavor(flavor), block_size=block_size, max_file_size=max_file_size)
+    asked = partial(
+        ModelExport,
+        flavor=find_flavor(flavor),
+        block_size=block_size,
+        max_file_size=max_file_size,
+        long_context=long_context,
+    )
     models: list[ModelExport] = []  # what is exported; a target that is ready is taken over
     if ready is None:
         length = _max_length(larger, max_length, flavor)

@@ -27,6 +27,7 @@ from .checkpoint import Checkpoint
 from .flavors import Flavor
 from .leftovers import check_left_over
 from .passes.data_file import DataFile
+from .passes.folded import fold_query_heads
 from .passes.lm_head import cut_lm_head
 from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
@@ -54,6 +55,7 @@ class ModelExport:
         calibration: one of `quantize.CALIBRATIONS`; None is the best one that is possible.
         quality: whether to compare it with the full-precision model.
         max_file_size: bytes of one file of weights; None for any.
+        long_context: whether steps behind long texts read keys and values once for all heads that share them.
         logit_ids: int32, ids that logits are kept for; None for all.
 
     Raises:
@@ -69,6 +71,7 @@ class ModelExport:
     calibration: str | None
     quality: bool
     max_file_size: int | None
+    long_context: bool = False
     logit_ids: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +127,11 @@ class ModelExport:
         """
         made = trace(self.checkpoint.config, max_length=self.max_length, dtype=self.stored.dtype, flavor=self.flavor)
         self.flavor.finish(made.model)
+        if self.long_context and not fold_query_heads(made.model) and self.which == "target":
+            raise CheckpointError(
+                f"{self.checkpoint.source.name}: long_context asks for heads that share keys and values, rotate, and "
+                "see the whole text, and no layer has such; leave it out."
+            )
         if self.checkpoint.packing is None:
             nodes = self.flavor.weights
             check_projections(made.model, self.stored, self.block_size, nodes=nodes, attention=made.attention)

@@ -21,7 +21,7 @@ from paceline_tools.cli import COMMANDS
 
 from .conftest import ROOT, environment
 
-PAGES = ("README.md", "benchmark.md", "serving.md", "engines.md", "architectures.md", "inputs.md", "pairs.md")
+PAGES = ("README.md", "benchmark.md", "serving.md", "engines.md", "architectures.md", "inputs.md", "pairs.md", "cpu.md")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"models/{page}" for page in PAGES), "Makefile")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)

@@ -74,6 +74,7 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
             tmp_path,
         ),
         *("--calibration", "none", "--draft-calibration", "none", "--no-quality", "--max-file-size", "2GB"),
+        "--long-context",
         *("--adapter", tmp_path / "lora", "--draft-adapter", tmp_path / "other"),
     )
     assert result.exit_code == 0, result.output
@@ -95,6 +96,7 @@ def test_all_options_arrive(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "adapter": tmp_path / "lora",
         "draft_adapter": tmp_path / "other",
         "max_file_size": 2_000_000_000,
+        "long_context": True,
         "overwrite": True,
     }
     assert "1,540 M" in result.stdout
@@ -126,6 +128,7 @@ def test_the_defaults(invoke: Invoke, seen: Seen, tmp_path: Path) -> None:
         "adapter": None,
         "draft_adapter": None,
         "max_file_size": None,
+        "long_context": False,
         "overwrite": False,
     }
 
@@ -295,6 +298,10 @@ def test_more_own_layers_than_there_are_is_wrong_usage(invoke: Invoke, tmp_path:
         (
             ("--draft", "small", "--draft-precision", "fp8"),
             "--draft-precision fp8 is none that graphs of the flavour ort",
+        ),
+        (
+            ("--flavor", "trt", "--long-context"),
+            "--long-context is for graphs of the flavour 'ort', and 'trt' is asked for; leave it out",
         ),
         (("--max-file-size", "50KB"), "--max-file-size must be at least 1,000,000 bytes, which is 1 MB; got 50,000"),
         (("--max-file-size", "50 parsecs"), "a size such as 512MB or 2GB is expected, in B, kB, MB, GB, KiB, MiB, GiB"),

@@ -100,6 +100,11 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "bf16", "fp8", "int8", "int4"])
     type=SIZE,
     help="Largest file of weights, such as 4GB, for file systems and stores that take no larger one.  [default: any]",
 )
+@click.option(
+    "--long-context",
+    is_flag=True,
+    help="Let steps behind long texts read each key and value once; those behind short texts are a little slower.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the bundle in DIR once the new one is complete.")
 @click.option(
     "--cache-dir",
@@ -124,6 +129,7 @@ def command(
     adapter: Path | None,
     draft_adapter: Path | None,
     max_file_size: int | None,
+    long_context: bool,
     overwrite: bool,
     cache_dir: Path | None,
     as_json: bool,
@@ -174,6 +180,7 @@ def command(
         "quality": quality,
         "draft_adapter": draft_adapter,
         "max_file_size": max_file_size,
+        "long_context": long_context,
         "overwrite": overwrite,
     }
     check_arguments(out, has_draft=draft is not None, **options)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from paceline.errors import InvalidInputError
 
+from .folded import unfold_query_heads
 from .initializers import constant
 
 __all__ = ["split_into_lanes"]
@@ -35,6 +36,7 @@ def split_into_lanes(model: ir.Model, count: int) -> None:
     Raises:
         InvalidInputError: something else than attention depends on which text a row belongs to, or where it stands.
     """
+    unfold_query_heads(model)
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     nodes = [node for node in graph if node.op_type == _ATTENTION]
