@@ -107,6 +107,6 @@ def test_what_cannot_be_folded_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_exported_stays_as_it_is(tmp_path: Path, tiny_bundle: Path) -> None:
-    draft = Source("draft", "folder", tmp_path, None, ())
+    draft = Source("draft", "folder", tmp_path, None, (tmp_path / "model.safetensors",))
     with pytest.raises(InvalidInputError, match="long_context is for a target that is exported"):
         export_bundle(Bundle.open(tiny_bundle), draft, tmp_path / "bundle", precision="fp32", long_context=True)
