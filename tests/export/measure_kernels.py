@@ -134,7 +134,7 @@ def attention(layers: int, cache: str, bits: int = 0, *, folds: bool = False) ->
     outputs: list[ir.Value] = []
     nodes: list[ir.Node] = []
     for layer in range(layers):
-        shape = [1, KV_HEADS, "positions", width]
+        shape: list[int | str] = [1, KV_HEADS, "positions", width]
         past = [value(f"past.{layer}.{what}", kept, shape) for what in ("key", "value")]
         read = [*rows, *past, *counters, *tables, *more]
         node = ir.node("GroupQueryAttention", read, attributes, domain="com.microsoft", num_outputs=3)
@@ -189,8 +189,9 @@ def _stored(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     if dtype == "tensor(int8)":
         return np.rint(numbers / LARGEST * 127).astype(np.int8)
     if dtype == "tensor(uint8)":  # two levels of 4 bits a byte, 8 being zero
-        levels = np.rint(numbers / LARGEST * 7).astype(np.int8).astype(np.uint8) + 8
-        return np.ascontiguousarray(levels[..., 0::2] | levels[..., 1::2] << 4)
+        levels: NDArray[np.uint8] = np.rint(numbers / LARGEST * 7).astype(np.int8).astype(np.uint8) + np.uint8(8)
+        packed: NDArray[np.uint8] = np.ascontiguousarray(levels[..., 0::2] | levels[..., 1::2] << np.uint8(4))
+        return packed
     return numbers.astype(np.float16 if dtype == "tensor(float16)" else np.float32)
 
 

@@ -114,10 +114,10 @@ class _Shared:
         bias = self._node("Where", [hidden, floor, constant(model, "folded.none", np.array(0, np.float32))])
         self.bias = self._node("Unsqueeze", [bias, self.ints("axes_01", [0, 1])])  # [1, 1, rows * group, total]
         # Where ScatterND writes: [1, kv_heads, rows, 3].
-        heads = np.stack([np.zeros(self.kv_heads, np.int64), np.arange(self.kv_heads)], -1)
+        by_head = np.stack([np.zeros(self.kv_heads, np.int64), np.arange(self.kv_heads)], -1)
         places = []
         for name, value, width in (
-            ("heads", self.ints("heads", heads[None, :, None]), 2),
+            ("heads", self.ints("heads", by_head[None, :, None]), 2),
             ("rows", self._node("Unsqueeze", [self.positions, self.ints("axes_013", [0, 1, 3])]), 1),
         ):
             ends = (self.ints("lead", [1, self.kv_heads]), self.rows_1d, self.ints(f"width_{name}", [width]))
