@@ -115,7 +115,7 @@ def test_the_containerfile_starts_what_there_is() -> None:
     (block,) = re.findall(r"^```dockerfile\n(.*?)^```", (ROOT / "models/serving.md").read_text(), re.M | re.S)
     lines = [line.split(" ", 1) for line in block.splitlines()]
     assert {name for name, _ in lines} <= {
-        "FROM", "COPY", "RUN", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT",
+        "FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT",
     }  # fmt: skip
     given = dict(lines)
     program, name, *words = json.loads(given["ENTRYPOINT"])
