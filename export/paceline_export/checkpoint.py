@@ -38,13 +38,17 @@ from .weights import read_json
 __all__ = ["Checkpoint"]
 
 
-def _check_gguf_tokenizer(source: Source) -> None:
-    """Check that a GGUF file holds what a tokenizer is made of.
+def _check_gguf(source: Source) -> None:
+    """Check that a GGUF file says how many layers it has, and holds what a tokenizer is made of.
 
     Raises:
         CheckpointError: a part is missing.
     """
     fields = open_gguf(str(source.folder / str(source.gguf_file))).fields
+    if not any(key.endswith(".block_count") for key in fields):
+        raise CheckpointError(
+            f"{source.name} does not say how many layers it has (block_count). Copy or download it again in full."
+        )
     kind = fields.get("tokenizer.ggml.model")
     needed = ["tokenizer.ggml.model", "tokenizer.ggml.tokens"]
     if kind is not None and bytes(kind.parts[-1]) == b"gpt2":
@@ -117,7 +121,7 @@ class Checkpoint:
                 config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, **file)
                 if source.gguf_file:
                     scale_rotation(config, source.folder / source.gguf_file)
-                    _check_gguf_tokenizer(source)
+                    _check_gguf(source)
                 tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, **file)
                 if source.gguf_file:
                     drop_foreign_tokens(tokenizer, source.folder / source.gguf_file)

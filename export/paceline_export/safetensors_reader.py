@@ -16,7 +16,7 @@ from paceline.errors import CheckpointError
 from .conversion import Conversions
 from .leftovers import is_made_anew
 from .quantize.packed import PARTS, PackedWeight, Packing, packed_shape, repack, unpacked
-from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, unscaled
+from .quantize.scaled import SCALE_KINDS, SCALE_NAMES, SCALED_KINDS, Scaling, check_scales, unscaled
 from .weights import FLOAT_KINDS, stated_shards
 
 __all__ = ["SafetensorsReader", "opened"]
@@ -151,7 +151,8 @@ class SafetensorsReader:
         """Shape of a stored tensor, which is of floating-point numbers, or of others with scales."""
         tensor = self._slice(stored)
         shape = tuple(tensor.get_shape())
-        scaled = self._scale_name(stored) is not None
+        scale = self._scale_name(stored)
+        scaled = scale is not None
         if not scaled and tensor.get_dtype() not in FLOAT_KINDS:
             raise CheckpointError(
                 f"The tensor {stored!r} is stored as {tensor.get_dtype()}: expected one of {', '.join(FLOAT_KINDS)}. "
@@ -162,6 +163,8 @@ class SafetensorsReader:
                 f"The tensor {stored!r} is stored in 8 bits with the shape {shape}; expected rows and columns. Export "
                 "the unquantised checkpoint of this model, or a GGUF file."
             )
+        if scale is not None and self.scaling is not None:
+            check_scales(stored.removesuffix(".weight"), shape, self._slice(scale).get_shape(), self.scaling.block)
         return shape
 
     def _read(self, stored: str) -> torch.Tensor:

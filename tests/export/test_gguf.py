@@ -139,6 +139,14 @@ def test_a_tokenizer_that_lacks_a_part_is_named(key: str, tmp_path: Path) -> Non
         Checkpoint.open(resolve(str(path)))
 
 
+def test_a_file_without_a_number_of_layers_is_refused(tmp_path: Path) -> None:
+    """transformers would take its own default, and build a model of it."""
+    path = write(tmp_path / "m.gguf", weights(tied=True), {})
+    path.write_bytes(path.read_bytes().replace(b"block_count", b"block_comnt", 1))
+    with pytest.raises(CheckpointError, match=r"does not say how many layers it has \(block_count\)"):
+        Checkpoint.open(resolve(str(path)))
+
+
 def test_a_file_without_tensors_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", {}, {})
     with pytest.raises(CheckpointError, match=r"m\.gguf holds no tensors, only metadata"):

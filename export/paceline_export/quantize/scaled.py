@@ -14,7 +14,7 @@ paceline's own formats round inputs by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from paceline.errors import CheckpointError
 
-__all__ = ["SCALED_KINDS", "SCALE_KINDS", "SCALE_NAMES", "Scaling", "unscaled"]
+__all__ = ["SCALED_KINDS", "SCALE_KINDS", "SCALE_NAMES", "Scaling", "check_scales", "unscaled"]
 
 SCALED_KINDS = ("F8_E4M3", "F8_E5M2", "I8")  # as Safetensors names them
 SCALE_KINDS = ("F64", "F32", "F16", "BF16", "F8_E8M0")
@@ -65,6 +65,22 @@ class Scaling:
         return cls(method, _block(name, settings.get("weight_block_size")))
 
 
+def check_scales(module: str, weight: Sequence[int], scale: Sequence[int], block: tuple[int, int] | None) -> None:
+    """Check the shape of the scales of a weight `[rows, columns]`, before any of them is read.
+
+    Raises:
+        CheckpointError: it is none that scales have.
+    """
+    rows, columns = weight
+    whole = all(size == 1 for size in scale)
+    by_blocks = block is not None and tuple(scale) == (-(-rows // block[0]), -(-columns // block[1]))
+    if not whole and tuple(scale) not in ((rows,), (rows, 1)) and not by_blocks:
+        raise CheckpointError(
+            f"The weight of {module!r} is {rows} x {columns} with scales of shape {tuple(scale)}; expected one, one "
+            f"for each row, or one for each block of {' x '.join(map(str, block)) if block else 'weight_block_size'}."
+        )
+
+
 def unscaled(module: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
     """What a scaled weight stands for, float32 `[rows, columns]`.
 
@@ -77,6 +93,7 @@ def unscaled(module: str, weight: torch.Tensor, scale: torch.Tensor, block: tupl
     Raises:
         CheckpointError: scales of another shape, or that are no numbers.
     """
+    check_scales(module, weight.shape, scale.shape, block)
     rows, columns = weight.shape
     factors = scale.to(torch.float32)
     if not torch.isfinite(factors).all():
@@ -86,15 +103,11 @@ def unscaled(module: str, weight: torch.Tensor, scale: torch.Tensor, block: tupl
         return result.mul_(factors.reshape(()))
     if tuple(factors.shape) in ((rows,), (rows, 1)):
         return result.mul_(factors.reshape(rows, 1))
-    if block is not None and tuple(factors.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+    if block is not None:
         for index, factor in enumerate(factors):  # some rows at a time: spread out, scales are as large as the weight
             part = result[index * block[0] : (index + 1) * block[0]]
             part.mul_(factor.repeat_interleave(block[1])[:columns])
-        return result
-    raise CheckpointError(
-        f"The weight of {module!r} is {rows} x {columns} with scales of shape {tuple(scale.shape)}; expected one, one "
-        f"for each row, or one for each block of {' x '.join(map(str, block)) if block else 'weight_block_size'}."
-    )
+    return result
 
 
 def _block(name: str, size: Any, setting: str = "weight_block_size") -> tuple[int, int] | None:
