@@ -28,10 +28,11 @@ from paceline.bundle import (
 from paceline.errors import BundleError, CheckpointError, InvalidInputError
 
 from .arguments import check_arguments, check_ready
+from .causal_lm import Trace
 from .checkpoint import Checkpoint
 from .draft_vocab import useful_ids
 from .flavors import find_flavor
-from .one_model import SHELF, ModelExport, OnProgress, export_model, notes_on, run_model_layers
+from .one_model import SHELF, ModelExport, OnProgress, Weights, export_model, notes_on, run_model_layers
 from .other_tokenizer import DEFAULT_METHOD, OtherTokenizer
 from .pair import check_widths, token_texts, tokenizer_difference
 from .parity import SHORTEST
@@ -216,7 +217,7 @@ def export_bundle(
         )
         + sum(file.size for file in taken.values()),
     )
-    traced = []
+    traced: list[tuple[ModelExport, Weights, Trace]] = []
     for model, weights in checked:  # before what takes long
         report(f"{model.which}: trace", 0.02 + 0.02 * len(traced))
         traced.append((model, weights, model.trace()))

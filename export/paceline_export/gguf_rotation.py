@@ -69,7 +69,12 @@ def _scale_by_factor(config: PreTrainedConfig, name: str, kind: str, settings: d
         and not (key in ("attn_factor", "yarn_attn_factor") and value == 1)
         and not (key == "yarn_ext_factor" and value in (1, -1))
     ]
-    if not isinstance(factor, float) or not 1 <= factor < 1e6 or (kind == "yarn" and not original) or odd:
+    if (
+        not isinstance(factor, float)
+        or not 1 <= factor < 1e6
+        or (kind == "yarn" and not (isinstance(original, int) and original > 0))
+        or odd
+    ):
         raise CheckpointError(
             f"{name}: its rotation is scaled by {kind}, with {settings!r:.200}; expected a factor of at least 1"
             + (", original_context_length" if kind == "yarn" else "")
@@ -77,7 +82,7 @@ def _scale_by_factor(config: PreTrainedConfig, name: str, kind: str, settings: d
         )
     config.rope_parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        config.rope_parameters["original_max_position_embeddings"] = int(original)
+        config.rope_parameters["original_max_position_embeddings"] = original
         config.rope_parameters |= {ours: float(settings[key]) for key, ours in _YARN.items() if key in settings}
 
 

@@ -187,7 +187,8 @@ class Caches:
 
 def _stored(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     if dtype == "tensor(int8)":
-        return np.rint(numbers / LARGEST * 127).astype(np.int8)
+        whole: NDArray[np.int8] = np.rint(numbers / LARGEST * 127).astype(np.int8)
+        return whole
     if dtype == "tensor(uint8)":  # two levels of 4 bits a byte, 8 being zero
         levels: NDArray[np.uint8] = np.rint(numbers / LARGEST * 7).astype(np.int8).astype(np.uint8) + np.uint8(8)
         packed: NDArray[np.uint8] = np.ascontiguousarray(levels[..., 0::2] | levels[..., 1::2] << np.uint8(4))

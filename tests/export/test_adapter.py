@@ -244,6 +244,9 @@ def test_layers_stored_by_columns_are_merged_by_columns(tmp_path: Path) -> None:
         def packed(self, name: str) -> None:
             return None
 
+        def left_over(self) -> dict[str, str]:
+            return {}
+
     weights = AdaptedReader(Base(), adapter, model)
     a, b = (load_file(adapter.file)[f"{PREFIX}{name}.lora_{part}.weight"] for part in "AB")
     x = torch.randn(3, 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_blocks_that_transformers_reads_are_read_alike(tmp_path: Path) -> None:
     for (packed, kind), read in zip(blocks, in_layers(tmp_path / "m.gguf", blocks), strict=True):
         assert len(np.unique(packed)) > 200
         expected = dequant.dequantize(torch.from_numpy(packed).reshape(-1), kind).reshape(WIDTH, WIDTH)
-        torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6, msg=lambda told, kind=kind: f"{kind}: {told}")
+        torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, kind))
 
 
 def test_blocks_of_an_embedding_are_read_alike(tmp_path: Path) -> None:

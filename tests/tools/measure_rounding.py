@@ -59,7 +59,7 @@ def round_products(model: torch.nn.Module, dtype: torch.dtype) -> None:
             def product(x: torch.Tensor, *, module: torch.nn.Linear = module) -> torch.Tensor:
                 return torch.nn.functional.linear(x.float(), module.weight, module.bias).to(dtype)
 
-            module.forward = product
+            module.forward = product  # type: ignore[method-assign, assignment]
 
 
 def input_scales(graph: Path) -> dict[str, float]:
