@@ -428,4 +428,3 @@ def test_smollm2_builds_strictly_for_every_gpu(precision: str, smol_trt: Callabl
     assert {entry.sm for entry in read_index(tmp_path / "engines").engines} == set(sms)
     assert report["peak_memory"] < 4e9
     assert not report["torch"]  # whose import takes longer than that of all else
-    assert report["processor_s"] < 90  # the two precisions that are always built have three minutes

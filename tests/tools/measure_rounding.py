@@ -52,14 +52,18 @@ def round_products(model: torch.nn.Module, dtype: torch.dtype) -> None:
     torch's own products in few bits are slow on a CPU that has no instructions for them.
     """
     model.to(dtype)
+
+    def exact(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return inputs[0].float()
+
+    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output.to(dtype)
+
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.float()  # numbers of `dtype`, as they are stored now
-
-            def product(x: torch.Tensor, *, module: torch.nn.Linear = module) -> torch.Tensor:
-                return torch.nn.functional.linear(x.float(), module.weight, module.bias).to(dtype)
-
-            module.forward = product  # type: ignore[method-assign, assignment]
+            module.register_forward_pre_hook(exact)
+            module.register_forward_hook(rounded)
 
 
 def input_scales(graph: Path) -> dict[str, float]:
@@ -84,7 +88,7 @@ def round_inputs(model: torch.nn.Module, scales: dict[str, float]) -> None:
             levels = (inputs[0].float() / scale).clamp(-FLOAT8_END, FLOAT8_END).to(torch.float8_e4m3fn)
             return (levels.float() * scale).to(inputs[0].dtype)
 
-        model.get_submodule(name).register_forward_pre_hook(rounded)
+        model.get_submodule(name).register_forward_pre_hook(rounded, prepend=True)
 
 
 def compared(whole: torch.Tensor, pieces: torch.Tensor) -> tuple[list[float], float, list[float]]:
