@@ -467,7 +467,8 @@ class Bundle:
         except (OSError, ValueError) as error:  # a name that no folder can have
             raise BundleError(f"There is no bundle at {root!s:.80}…: {error}.") from error
         if not exists:
-            raise BundleError(f"There is no bundle at {root}: the folder does not exist. `paceline export` makes one.")
+            reason = "it is no folder" if root.exists() else "the folder does not exist"
+            raise BundleError(f"There is no bundle at {root}: {reason}. `paceline export` makes one.")
         if not manifest_path.is_file():
             raise BundleError(f"{root} is not a bundle: it has no {MANIFEST_NAME}. `paceline export` makes one.")
         if not manifest_path.resolve().is_relative_to(root.resolve()):

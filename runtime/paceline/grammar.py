@@ -151,11 +151,25 @@ class GrammarConstraint:
             matcher = self._matcher_behind(text)
             if matcher is None:
                 return None
-            mask = np.frombuffer(matcher.compute_bitmask(), np.dtype("<u4"))
+            found = np.frombuffer(matcher.compute_bitmask(), np.dtype("<u4"))
             if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
                 self._reached.pop(text, None)
                 raise self._stuck(matcher, len(text))
-        return mask[: self._words].astype(np.uint32, copy=False)
+            mask = found[: self._words].astype(np.uint32)
+            if not matcher.is_accepting():
+                self._keep_from_ending(mask, len(text))
+        return mask
+
+    def _keep_from_ending(self, mask: NDArray[np.uint32], num_new_tokens: int) -> None:
+        """Clear the bits of end tokens that a grammar asks for by their ids where its text is not complete."""
+        for token_id in self._end_token_ids:
+            mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        if not mask.any():
+            raise InvalidInputError(
+                f"The {self._kind} asks for an end token behind {num_new_tokens} new tokens, where it is not complete; "
+                "leave the token out: a text may end wherever the grammar is complete.",
+                "constraint",
+            )
 
     def _matcher_behind(self, text: tuple[int, ...]) -> LLMatcher | None:
         if not self._end_token_ids.isdisjoint(text):
@@ -249,11 +263,21 @@ class _Vocabulary:
 
 
 def _with_ids(grammar: str, tokenizer: Tokenizer) -> str:
-    """A grammar that names tokens which texts show by their ids: llguidance has names for special tokens only."""
+    """A grammar that names tokens which texts show by their ids: llguidance has names for special tokens only.
+
+    Raises:
+        InvalidInputError: it asks for an end token, which llguidance would take for the end of its text anywhere.
+    """
     added = tokenizer.added_tokens
 
     def with_id(part: re.Match[str]) -> str:
         token_id = added.get(part[0])
+        if token_id in tokenizer.eos_token_ids:
+            raise InvalidInputError(
+                f"The grammar asks for the end token {part[0]}; leave it out: a text may end wherever the grammar is "
+                "complete.",
+                "grammar",
+            )
         return part[0] if token_id is None or tokenizer.is_special(token_id) else f"<[{token_id}]>"
 
     return _LARK_PARTS.sub(with_id, grammar)
@@ -270,4 +294,6 @@ def _reason(matcher: LLMatcher) -> str:
     message = matcher.get_error().partition("<state>")[0].strip()
     first, _, rest = message.partition("\n")
     found = re.search(r"^error: (.*)", rest, re.MULTILINE)
+    if not first and matcher.stop_reason().startswith("NoExtension"):
+        return "nothing can stand here"
     return f"{first} {found[1]}"[:_REASON_LENGTH] if found else first[:_REASON_LENGTH] or matcher.stop_reason()

@@ -106,3 +106,17 @@ def test_an_end_token_that_is_no_special_one_is_never_text() -> None:
     (end,) = tokenizer.eos_token_ids
     assert end not in allowed(constraint, ())
     assert takes(constraint, BARE.encode("stops"), end)
+
+
+@pytest.mark.parametrize("grammar", ['start: <eos> "x"', 'start: "x" <eos>', 'start: "x" (<eos> | "y")'])
+def test_a_grammar_that_names_an_end_token_is_refused(grammar: str) -> None:
+    with pytest.raises(InvalidInputError, match="asks for the end token <eos>; leave it out"):
+        GrammarConstraint(BARE, grammar)
+
+
+def test_an_end_token_that_a_grammar_gives_by_its_id_ends_no_text_that_is_incomplete() -> None:
+    end = BARE.eos_token_ids[0]
+    with pytest.raises(InvalidInputError, match="asks for an end token behind 0 new tokens"):
+        GrammarConstraint(BARE, f'start: <[{end}]> "x"')
+    either = GrammarConstraint(BARE, f'start: <[{end}]> "x" | "y"')
+    assert [BARE.decode([token]) for token in allowed(either, ())] == ["y"]

@@ -265,9 +265,9 @@ def own_layers(draft: str | None) -> int | None:
     if draft is None or not draft.startswith("self:"):
         return None
     count = draft.removeprefix("self:")
-    if not (count.isascii() and count.isdecimal()) or len(count) > 9 or int(count) < 1:
+    if not (count.isascii() and count.isdecimal()) or not count.strip("0"):
         raise click.UsageError(f"--draft {draft}: a number of layers of at least 1 is expected, such as self:8.")
-    return int(count)
+    return int(count) if len(count) <= 9 else 10**9  # no model has so many
 
 
 def check_text(option: str, text: str) -> None:
