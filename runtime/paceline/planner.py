@@ -32,7 +32,7 @@ MOST_DRAFT_TOKENS = 15
 _BLIND = 1
 # How often the next token of a copy falls, over texts of all kinds, by classes of the match's length and their bounds.
 _MATCHES = (3, 5, 9, 17)
-_COPIES_FALL = (0.6, 0.5, 0.3, 0.15, 0.02)
+_COPIES_FALL = (0.65, 0.55, 0.35, 0.15, 0.02)
 # How much more often they fall in a text: before anything is seen, as if so many had fallen, and been expected to.
 _FALLEN = 1.0
 # Bounds of the classes of confidence that acceptance is learned for.
