@@ -54,7 +54,7 @@ class SafetensorsReader:
         stated = stated_shards(self.files)
         for path in self.files:
             handle = self._stack.enter_context(opened(path))
-            for name in handle.keys():  # noqa: SIM118 - a handle has keys, but is no mapping
+            for name in list(handle.keys()):
                 if (other := self._paths.get(name)) is not None and stated.get(name) not in (other, path):
                     raise CheckpointError(
                         f"The tensor {name!r} lies in {other} and in {path.name}, and the index of shards does not say "

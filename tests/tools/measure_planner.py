@@ -220,12 +220,14 @@ _HEADER = (
 
 
 def _row(name: str, group: list[Figures]) -> tuple[str, ...]:
+    def means(figures: Callable[[Figures], Sequence[float]]) -> list[float]:
+        return [geometric_mean(values) or 0.0 for values in zip(*map(figures, group), strict=True)]
+
     def mean(figure: Callable[[Figures], float]) -> float:
-        return geometric_mean([figure(one) for one in group]) or 0.0
+        return means(lambda one: (figure(one),))[0]
 
     auto, predicted = mean(lambda one: one.auto), mean(lambda one: one.predicted)
-    fixed = [mean(lambda one, index=index: one.fixed[index]) for index in range(len(_FIXED))]  # type: ignore[misc]
-    whole = [mean(lambda one, index=index: one.whole[index]) for index in range(len(_FIXED) + 1)]  # type: ignore[misc]
+    fixed, whole = means(lambda one: one.fixed), means(lambda one: one.whole)
     return (
         name,
         str(len(group)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -76,7 +77,8 @@ def changes(old: Document, new: Document, tolerance: float) -> list[Change]:
             if before is None or not pair.prompts or before in pair.old.failed or index in pair.new.failed:
                 continue
             for figure, terms in pair.terms(before, index):
-                ratio = estimate(terms, _LEVEL, fixed_prompts=True, drift=pair.drift(figure))
+                drift = 0.0 if figure == _RELATIVE else pair.drift  # times over plain decoding's drift alike
+                ratio = estimate(terms, _LEVEL, fixed_prompts=True, drift=drift)
                 assert ratio is not None  # there are prompts
                 verdict = _verdict(ratio, tolerance)
                 found.append(Change(sampling, name, figure, len(pair.prompts), ratio, verdict))
@@ -122,13 +124,12 @@ class _Pair:
                 ],
             )
 
-    def drift(self, name: str) -> float:
-        """How far a figure may lie in two runs for the machine's drift alone, as a logarithm.
+    @functools.cached_property
+    def drift(self) -> float:
+        """How far a time may lie in two runs for the machine's drift alone, as a logarithm.
 
         Both runs tell it together: the new one's texts are taken for later ones of other methods.
         """
-        if name == _RELATIVE:  # times over plain decoding's drift alike
-            return 0.0
         apart = len(self.old.document.methods)
         later = [replace(one, when=one.when + NEXT, method=one.method + apart) for one in self.new.rounds]
         found = drift_of([*self.old.rounds, *later])
