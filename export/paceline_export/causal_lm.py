@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import onnx_ir as ir
@@ -67,6 +67,10 @@ class Trace:
     constants: dict[str, torch.Tensor]
 
 
+_TRACES: dict[tuple[str, int, str, int], Trace] = {}  # by what they depend on, the longest unused first
+_MAX_TRACES = 16
+
+
 def fake_model(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, FakeTensorMode]:
     """Make the model of a configuration with parameters that have shapes but no storage.
 
@@ -108,13 +112,24 @@ def trace(
         dtype: of weights, activations and caches: `"float32"`, `"float16"` or `"bfloat16"`; logits are float32 always.
         flavor: what the graph is for.
 
+    Returns:
+        a graph of the caller's own. The last ones are kept, since a trace takes most of the time that a small model's
+        export does, and a pair may be one checkpoint in two precisions.
+
     Raises:
         CheckpointError: the architecture cannot be expressed, with the reason.
     """
-    try:
-        return _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=True)
-    except ChangedRotationError:
-        return _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=False)
+    said = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    key = (repr(said), max_length, dtype, id(flavor))
+    if (made := _TRACES.pop(key, None)) is None:
+        try:
+            made = _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=True)
+        except ChangedRotationError:
+            made = _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=False)
+    _TRACES[key] = made
+    if len(_TRACES) > _MAX_TRACES:
+        del _TRACES[next(iter(_TRACES))]
+    return replace(made, model=made.model.clone(), constants=dict(made.constants))
 
 
 def _trace(
@@ -182,6 +197,7 @@ def _trace(
         flavor.fuse_norms(graph)
         onnxscript.optimizer.optimize_ir(graph)
         split_products(graph)
+    _forget_origins(graph)
     if left := [name for name in graph.graph.initializers if "rotary_emb" in name]:
         raise CheckpointError(
             f"{type(model).__name__} rotates in a way of its own (it still uses {left[0]!r}); this architecture is not "
@@ -204,6 +220,17 @@ def _trace(
     not_stored = {name for name, _ in model.named_buffers()} - set(model.state_dict())
     tables = rotation.tables | constants | _computed(config, not_stored & set(graph.graph.initializers))
     return Trace(graph, num_layers, kv_heads, head_size, int(vocab_size), embedding, attention, tables)
+
+
+def _forget_origins(model: ir.Model) -> None:
+    """Drop what torch notes about its own insides, files of this machine among it; `namespace`, for viewers, stays."""
+    model.graph.metadata_props.clear()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for each in (node, *node.outputs):
+            for name in [name for name in each.metadata_props if name != "namespace"]:
+                del each.metadata_props[name]
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
 
 
 def _looks_up(graph: ir.Model, inputs: set[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
@@ -76,6 +77,29 @@ def test_weights_have_the_names_of_the_checkpoint_and_no_values() -> None:
     assert traced.embedding == "model.embed_tokens.weight"
 
 
+def test_a_trace_is_made_once_and_each_caller_has_a_graph_of_its_own() -> None:
+    """A pair may be one checkpoint in two precisions; what a pass does to one graph must not reach the other."""
+    configs = [transformers.LlamaConfig(**sizes(), name_or_path=path) for path in ("here", "there")]
+    first, second = (trace(config, max_length=64) for config in configs)
+    assert ir.to_proto(first.model) == ir.to_proto(second.model)
+    for node in list(first.model.graph):
+        node.attributes.clear()
+    first.model.graph.initializers["lm_head.weight"].name = "other"
+    first.constants.clear()
+    assert first.model is not second.model
+    third = trace(configs[0], max_length=64)
+    assert ir.to_proto(third.model) == ir.to_proto(second.model)
+    assert third.constants.keys() == second.constants.keys() != set()
+    assert trace(configs[0], max_length=96).constants["rotary.cos"].shape[0] == 96
+    assert trace(configs[0], max_length=64, dtype="float16").model.graph.inputs[-1].dtype == ir.DataType.FLOAT16
+
+
+def test_a_graph_names_no_file_of_the_machine_that_traced_it() -> None:
+    graph = ir.to_proto(trace(transformers.LlamaConfig(**sizes()), max_length=64).model).SerializeToString()
+    assert b".py" not in graph
+    assert b"aten.mul" in graph  # `namespace`, by which viewers group nodes
+
+
 def test_a_sliding_window_reaches_the_operator() -> None:
     config = transformers.MistralConfig(**sizes(sliding_window=8))
     nodes = [n for n in trace(config, max_length=64).model.graph if n.op_type == "GroupQueryAttention"]
@@ -115,10 +139,10 @@ def test_layers_of_another_size_than_the_settings_say_are_refused(width: int, mo
     config = transformers.LlamaConfig(**sizes())
     monkeypatch.setattr("paceline_export.causal_lm.num_heads_and_size", lambda config: (2 * width, 16))
     if width == 1:
-        trace(config, max_length=64)
+        trace(config, max_length=48)
     else:
         with pytest.raises(CheckpointError, match=r"has 2 heads of 16 values in layer 0, but the .* say 6 of 16"):
-            trace(config, max_length=64)
+            trace(config, max_length=47)  # a length of its own, since traces are kept
 
 
 def test_masks_are_noted_by_their_window_and_others_refused() -> None:
