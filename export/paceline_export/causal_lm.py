@@ -32,6 +32,7 @@ from .experts import EXPERTS_NAME
 from .flavors import FLAVORS, Flavor
 from .own_attention import OWN_ATTENTION, adapt, position_bias
 from .passes.products import split_products
+from .passes.simplify import simplify
 from .rotation import Rotation, find_rotation, num_heads_and_size
 
 __all__ = [
@@ -195,7 +196,7 @@ def _trace(
         onnxscript.optimizer.inline(graph)
         onnxscript.optimizer.fold_constants(graph)
         flavor.fuse_norms(graph)
-        onnxscript.optimizer.optimize_ir(graph)
+        simplify(graph)
         split_products(graph)
     _forget_origins(graph)
     if left := [name for name in graph.graph.initializers if "rotary_emb" in name]:

@@ -202,8 +202,8 @@ class OrtModel:
             bundle: an opened bundle.
             which: `"target"` or `"draft"`.
             provider: a key of `PROVIDERS`.
-            threads: of the pool that all models of the process share; None means one per physical core. The first
-                model of the process decides.
+            threads: of the pool that all models of the process share; None means one per physical core that the
+                process may use. The first model of the process decides.
 
         Raises:
             InvalidInputError: an unknown provider, or a number of threads that differs from the existing pool's.

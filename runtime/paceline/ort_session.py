@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import cuda
+from .cores import usable_cores
 from .errors import BundleError, InstallationError, InvalidInputError, shown
 from .providers import CPU, Provider, find_provider
 
@@ -240,23 +241,25 @@ def _settle_threads(ort: Any, threads: int | None, row: Provider) -> None:
 
     Two sessions with pools of their own fight for the cores, since idle threads spin: the pair runs 1.6 times slower.
     A pool that all share spins, too; where the first model's provider has threads of its own, each session gets some
-    that do not.
+    that do not. Where the number is left out, and the process may use only some of the machine's cores, it is theirs.
     """
     global _shares_pool, _pool_threads
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1024):
         raise InvalidInputError(f"threads must be an integer from 1 to 1024, got {shown(threads)}.")
     with _lock:
         if _pool_threads is None:
+            number = threads or usable_cores() or 0  # 0: one thread per physical core
             if not row.own_threads:
                 try:
-                    ort.set_global_thread_pool_sizes(threads or 0, 1)  # 0: one thread per physical core
+                    ort.set_global_thread_pool_sizes(number, 1)
                 except Exception as error:  # onnxruntime's exceptions share no base class of their own
                     if threads is not None:
                         raise InvalidInputError(
                             f"threads={threads} comes too late: something else in this process has already made ONNX "
                             "Runtime's global thread pool; leave threads out to share it."
                         ) from error
-            _shares_pool, _pool_threads = not row.own_threads, threads or 0
+                    number = 0
+            _shares_pool, _pool_threads = not row.own_threads, number
         elif threads is not None and threads != _pool_threads:
             settled = f"{_pool_threads} threads" if _pool_threads else "one thread per core"
             raise InvalidInputError(

@@ -249,7 +249,7 @@ raw_option = click.option(
     "--raw", is_flag=True, help="Continue the prompts as they are, without the bundle's chat template."
 )
 threads_option = click.option(
-    "--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core]"
+    "--threads", metavar="N", type=THREADS, help="Threads that run the models.  [default: one per core it may use]"
 )
 profile_option = click.option(
     "--profile",
