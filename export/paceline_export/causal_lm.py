@@ -56,6 +56,7 @@ class Trace:
         attention: names of the weights that project for attention.
         constants: values of initializers that no checkpoint holds: tables of rotation, see `Rotation`, what the model
             computes when it is built, and tables of the flavour.
+        folded: whether steps behind long texts read keys and values once for all heads that share them.
     """
 
     model: ir.Model
@@ -66,6 +67,7 @@ class Trace:
     embedding: str
     attention: frozenset[str]
     constants: dict[str, torch.Tensor]
+    folded: bool = False
 
 
 _TRACES: dict[tuple[str, int, str, int], Trace] = {}  # by what they depend on, the longest unused first

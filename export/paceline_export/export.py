@@ -40,7 +40,7 @@ from .partial_folder import check_room, partial_folder
 from .rotation import fixed_positions
 from .sampler.build import write_sampler
 from .source import Source
-from .tokenizer_files import tokenizer_entry, write_tokenizer
+from .tokenizer_files import check_templates, tokenizer_entry, write_tokenizer
 
 __all__ = ["ExportReport", "ModelReport", "export_bundle"]
 
@@ -188,6 +188,8 @@ def export_bundle(
         models.append(
             asked("target", larger, precision=precision, max_length=length, calibration=calibration, quality=quality)
         )
+    if ready is None:
+        check_templates(larger)
     tokenizer = ready.manifest.tokenizer if ready is not None else tokenizer_entry(larger)
     other = logit_ids = None
     if smaller is not None:

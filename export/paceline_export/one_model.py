@@ -32,7 +32,7 @@ from .passes.lm_head import cut_lm_head
 from .passes.weights import check_projections, check_shape, store_weights
 from .quantize import WeightFormat
 from .quantize.packed import LEFT_OUT_BITS
-from .tokenizer_files import MORE_TEMPLATES
+from .tokenizer_files import MORE_TEMPLATES, moved_tokens
 from .weight_reader import WeightReader
 
 __all__ = ["SHELF", "ModelExport", "OnProgress", "Weights", "export_model", "notes_on", "run_model_layers"]
@@ -127,7 +127,8 @@ class ModelExport:
         """
         made = trace(self.checkpoint.config, max_length=self.max_length, dtype=self.stored.dtype, flavor=self.flavor)
         self.flavor.finish(made.model)
-        if self.long_context and not fold_query_heads(made.model) and self.which == "target":
+        folded = self.long_context and fold_query_heads(made.model)
+        if self.long_context and not folded and self.which == "target":
             raise CheckpointError(
                 f"{self.checkpoint.source.name}: long_context asks for heads that share keys and values, rotate, and "
                 "see the whole text, and no layer has such; leave it out."
@@ -135,7 +136,7 @@ class ModelExport:
         if self.checkpoint.packing is None:
             nodes = self.flavor.weights
             check_projections(made.model, self.stored, self.block_size, nodes=nodes, attention=made.attention)
-        return made
+        return replace(made, folded=folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +279,7 @@ def export_model(
         logit_ids=kept,
         calibration="gptq" if passed.calibrated else "ranges" if passed.ranges else None,
         mixed_bits=weights.mixed_bits or None,
+        long_context=traced.folded,
     )
     if passed.reference is None:
         return entry, weights.notes
@@ -286,7 +288,7 @@ def export_model(
 
 
 def notes_on(asked: ModelExport) -> tuple[str, ...]:
-    """What to tell of an adapter that was merged, and of chat templates."""
+    """What to tell of an adapter that was merged, of tokens, and of chat templates."""
     checkpoint, notes = asked.checkpoint, []
     if (adapter := checkpoint.adapter) is not None:
         notes.append(f"the adapter {adapter.name} was merged into {len(adapter.changes)} weights")
@@ -294,6 +296,11 @@ def notes_on(asked: ModelExport) -> tuple[str, ...]:
             notes.append(
                 "its LM head and its embedding, which were one, are stored as two, for the adapter changes one"
             )
+    if moved := moved_tokens(checkpoint):
+        notes.append(
+            f"{len(moved)} added tokens have other ids than tokenizer.json says, since those are taken or too high: "
+            f"{', '.join(moved[:5])}{', …' if len(moved) > 5 else ''}"
+        )
     templates = checkpoint.tokenizer.chat_template
     if asked.which == "target" and isinstance(templates, dict) and "default" not in templates:
         notes.append(

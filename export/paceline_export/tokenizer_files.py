@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jinja2
+
 from paceline.bundle import TokenizerEntry
 from paceline.errors import CheckpointError
 
 from .checkpoint import Checkpoint
 from .pair import token_texts
 
-__all__ = ["MORE_TEMPLATES", "end_tokens", "tokenizer_entry", "write_tokenizer"]
+__all__ = ["MORE_TEMPLATES", "check_templates", "end_tokens", "moved_tokens", "tokenizer_entry", "write_tokenizer"]
 
 # Tokens that end a text by their names, for checkpoints whose generation settings got lost (GGUF keeps one end token).
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
@@ -29,6 +31,40 @@ def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
     settings = json.dumps(dict(checkpoint.generation_config), indent=1)
     (folder / "generation_config.json").write_text(settings + "\n", encoding="utf-8")
+
+
+def check_templates(checkpoint: Checkpoint) -> None:
+    """Parse the chat templates, as chats would.
+
+    Raises:
+        CheckpointError: one cannot be parsed.
+    """
+    templates = checkpoint.tokenizer.chat_template or {}
+    for name, text in ({"default": templates} if isinstance(templates, str) else templates).items():
+        try:
+            checkpoint.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Hello"}], chat_template=text, tokenize=False
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"{checkpoint.source.name}: its chat template {name!r} cannot be parsed ({error.message}, line "
+                f"{error.lineno}); mend or remove it in chat_template.jinja or tokenizer_config.json."
+            ) from error
+        except Exception:  # of another sort of chat than this one
+            continue
+
+
+def moved_tokens(checkpoint: Checkpoint) -> list[str]:
+    """Added tokens that have another id than `tokenizer.json` says, each with both, since that one is impossible."""
+    if checkpoint.source.gguf_file is not None:
+        return []
+    try:
+        stated = json.loads((checkpoint.source.folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        pairs = [(token["content"], token["id"]) for token in stated]
+    except (OSError, ValueError, KeyError, TypeError):  # another sort of tokenizer, which states none
+        return []
+    ids = {str(token): token_id for token_id, token in checkpoint.tokenizer.added_tokens_decoder.items()}
+    return [f"{text!r} {stated} → {ids[text]}" for text, stated in pairs if ids.get(text, stated) != stated]
 
 
 def tokenizer_entry(checkpoint: Checkpoint) -> TokenizerEntry:

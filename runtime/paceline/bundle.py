@@ -231,6 +231,7 @@ class ModelEntry:
     mixed_bits: Mapping[str, int] | None = None
     quality: QualityEntry | None = None
     lanes: LanesEntry | None = None  # None where its graph takes one text in a pass
+    long_context: bool = False  # whether steps behind long texts read what heads share once for all of them
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "max_length", "vocab_size"):
@@ -600,7 +601,12 @@ def build_dataclass(cls: type[_T], value: Any, where: str) -> _T:
     return cls(**{name: _build(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
+_WHOLE = 2**53  # up to here every integer is a float, too
+
+
 def _expect(kind: type[_T], value: Any, where: str) -> _T:
+    if kind is float and type(value) is int and abs(value) <= _WHOLE:  # as other writers of JSON write whole numbers
+        value = float(value)
     if type(value) is not kind:
         raise BundleError(f"{where} should be of type {kind.__name__}, got {value!r:.80}.")
     return value

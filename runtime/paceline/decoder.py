@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +24,7 @@ from .planner import MOST_DRAFT_TOKENS, Planner
 from .prefix_cache import GenerationCaches, PrefixCache
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
-from .sampling import SamplingParams
+from .sampling import SamplingParams, plain_number, token_index
 from .stopping import Cutter
 from .streams import Streams
 from .tokenizer import Tokenizer, check_text
@@ -141,6 +140,8 @@ class SpeculativeDecoder:
         """
         if not isinstance(sampling, SamplingParams):
             raise InvalidInputError(f"sampling must be SamplingParams, got {shown(sampling)}.", "sampling")
+        max_new_tokens, num_draft_tokens = plain_number(max_new_tokens), plain_number(num_draft_tokens)
+        logprobs, request = plain_number(logprobs), plain_number(request)
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
             raise InvalidInputError(
                 f"max_new_tokens must be an integer of at least 1, got {shown(max_new_tokens)}.", "max_new_tokens"
@@ -375,9 +376,12 @@ class SpeculativeDecoder:
 
     def _ids(self, values: Iterable[Any], name: str) -> tuple[int, ...]:
         try:
-            ids = tuple(operator.index(value) for value in values)
+            if isinstance(values, bytes | bytearray):
+                raise TypeError("bytes are no token ids")
+            ids = tuple(token_index(value) for value in values)
         except TypeError as error:
-            raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.", name) from error
+            text = "text or " if name == "prompt" else ""
+            raise InvalidInputError(f"{name} must be {text}integer token ids, got {shown(values)}.", name) from error
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidInputError(

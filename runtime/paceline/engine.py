@@ -172,9 +172,7 @@ class AsyncEngine:
         return self._run(works, timeout_s)
 
     def _run(self, works: Sequence[Generation | Scoring], timeout_s: float | None) -> list[StepStream[Any]]:
-        if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool) and 0 < timeout_s < math.inf
-        ):
+        if timeout_s is not None and not (_is_duration(timeout_s, least=0) and timeout_s > 0):
             raise InvalidInputError(f"timeout_s must be None or a number of seconds above 0, got {shown(timeout_s)}.")
         for work in works:
             if not isinstance(work, Generation | Scoring):
@@ -194,10 +192,22 @@ class AsyncEngine:
             raise
         return streams
 
-    async def drain(self) -> None:
-        """Take nothing new, and wait until all texts have ended."""
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Take nothing new, and wait until all texts have ended.
+
+        Args:
+            timeout_s: seconds after which the rest ends with an `EngineClosedError`, each text behind the step in hand;
+                None waits for all of it.
+
+        Raises:
+            InvalidInputError: a bad `timeout_s`.
+        """
+        if timeout_s is not None and not _is_duration(timeout_s, least=0):
+            raise InvalidInputError(f"timeout_s must be None or a number of seconds, got {shown(timeout_s)}.")
         self._scheduler.close()
-        await asyncio.to_thread(self._nobody_left.wait)
+        if not await asyncio.to_thread(self._nobody_left.wait, timeout_s):
+            self._scheduler.give_up()
+            await asyncio.to_thread(self._nobody_left.wait)
 
     async def aclose(self) -> None:
         """Cancel all texts and end the worker thread; it finishes the step in hand."""
@@ -236,3 +246,7 @@ class AsyncEngine:
                 self._nobody_left.clear()
             else:
                 self._nobody_left.set()
+
+
+def _is_duration(value: object, *, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf

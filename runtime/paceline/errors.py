@@ -130,9 +130,13 @@ class ProfileError(PacelineError):
     """A profile of costs is missing, damaged, or was measured in another setup."""
 
 
+_SHOWN = 80  # characters of a value in a message
+
+
 def shown(value: object) -> str:
     """A value as a message shows it: its beginning, whatever it is."""
     try:
-        return f"{value!r:.80}"
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
     except Exception:  # an integer of thousands of digits, or an object whose own code fails
         return f"a value of type {type(value).__name__} that cannot be printed"

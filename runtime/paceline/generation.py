@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from .drafters import Drafter
+from .errors import InvalidInputError
 from .kv_cache import KVCache
 from .logprobs import TokenLogprobs
 from .model import CausalLM
@@ -145,7 +146,15 @@ class Generation(Iterator[Step]):
         return self
 
     def __next__(self) -> Step:
-        step = next(self._steps)
+        try:
+            step = next(self._steps)
+        except ValueError as error:
+            if str(error) != "generator already executing":  # what Python says where two ask for a step
+                raise
+            raise InvalidInputError(
+                "This generation is in the middle of a step, begun by another thread or around its own constraint or "
+                "drafter: take its steps from one place, or make a generation for each."
+            ) from error
         if self._closed:
             self._steps.close()
         return step

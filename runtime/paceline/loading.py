@@ -75,6 +75,8 @@ def load(
         raise InvalidInputError(f"path must be the folder of a bundle, got {shown(path)}.")
     if not isinstance(sampler, str) or sampler not in ("numpy", "graph"):
         raise InvalidInputError(f"sampler must be 'numpy' or 'graph', got {shown(sampler)}.")
+    if not isinstance(huge_pages, bool):
+        raise InvalidInputError(f"huge_pages must be True or False, got {shown(huge_pages)}.")
     if not isinstance(prefix_cache_bytes, int) or isinstance(prefix_cache_bytes, bool) or prefix_cache_bytes < 0:
         raise InvalidInputError(
             f"prefix_cache_bytes must be an integer of at least 0, got {shown(prefix_cache_bytes)}."

@@ -195,10 +195,12 @@ class RowSampler:
             return  # `distribution` reports what was wrong before
         position = len(tokens) + len(drafted)
         if largest == -math.inf:
+            new, least = position - self._num_prompt_tokens, self.params.min_new_tokens
+            too_few = f" min_new_tokens={least} allows no end yet: the text has {new}." if new < least else ""
             raise NoTokenLeftError(
                 f"No token is left at position {position}: banned, forced and end tokens, the n-gram rule and the "
-                "constraint together forbid every token that the model has a logit for.",
-                "constraint" if self._masks else None,
+                f"constraint together forbid every token that the model has a logit for.{too_few}",
+                "min_new_tokens" if too_few else "constraint" if self._masks else None,
             )
         raise InvalidInputError(
             f"{self._where(model, tokens, drafted)} become {largest} by penalties and logit_bias; use smaller ones.",

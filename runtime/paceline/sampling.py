@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, fields
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from .cuts import FloatArray, top_k_indices, top_p_indices, typical_indices
 from .errors import InvalidInputError, ModelOutputError, shown
 
-__all__ = ["FloatArray", "SamplingParams", "distribution", "greedy_token", "sample", "softmax_at"]
+__all__ = [
+    "FloatArray",
+    "SamplingParams",
+    "distribution",
+    "greedy_token",
+    "plain_number",
+    "sample",
+    "softmax_at",
+    "token_index",
+]
 
 # Entries that are summed in the logits' own precision; the sums of blocks are added in float64. A float32 running sum
 # over a whole vocabulary would swallow increments below its rounding and draw wrong tokens from flat distributions.
@@ -73,6 +82,8 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, plain_number(getattr(self, entry.name)))
         _check_number("temperature", self.temperature, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
         _check_number("top_p", self.top_p, "above 0 and at most 1 (1 keeps all)", lambda x: 0 < x <= 1)
         _check_number("min_p", self.min_p, "from 0 (keeps all) to 1", lambda x: 0 <= x <= 1)
@@ -229,6 +240,22 @@ def _block_sums(weights: FloatArray) -> NDArray[np.float64]:
     return sums
 
 
+def plain_number(value: Any) -> Any:
+    """What Python has for a NumPy scalar, which settings may be as well; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def token_index(value: Any) -> int:
+    """A token id as an integer of Python.
+
+    Raises:
+        TypeError: it is none; True and False are none.
+    """
+    if isinstance(value, bool):
+        raise TypeError("a truth value is no token id")
+    return operator.index(value)
+
+
 def _check_number(name: str, value: object, expected: str, is_valid: Callable[[float], bool]) -> None:
     if (number := _float(value)) is None or not is_valid(number):
         raise InvalidInputError(f"{name} must be {expected}, got {shown(value)}.", name)
@@ -254,7 +281,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     expected = "logit_bias must map token ids to finite numbers"
     try:
         pairs = list(bias.items() if isinstance(bias, Mapping) else bias)  # type: ignore[call-overload]
-        given = {operator.index(token_id): value for token_id, value in pairs}
+        given = {token_index(token_id): plain_number(value) for token_id, value in pairs}
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"{expected}, got {shown(bias)}.", "logit_bias") from error
     checked = []
@@ -267,8 +294,12 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    if name == "forced_token_ids" and isinstance(values, Set):
+        raise InvalidInputError(f"{name} must be in the text's order, got {shown(values)}; give a list.", name)
     try:
-        ids = tuple(operator.index(value) for value in values)  # type: ignore[attr-defined]
+        if isinstance(values, bytes | bytearray):
+            raise TypeError("bytes are no token ids")
+        ids = tuple(token_index(value) for value in values)  # type: ignore[attr-defined]
     except TypeError as error:
         raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.", name) from error
     if ids and min(ids) < 0:

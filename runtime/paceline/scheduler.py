@@ -50,6 +50,7 @@ class Job:
         on_end: called once, with how it ended and the error, if there is one.
         deadline: of `time.monotonic()`; None is never.
         cancelled: set by anyone; no step begins after that.
+        given_up: the same, and whoever waits for it is told that the scheduler closed.
     """
 
     work: Work
@@ -57,12 +58,18 @@ class Job:
     on_end: Callable[[Outcome, Exception | None], None]
     deadline: float | None = None
     cancelled: bool = False
+    given_up: bool = False
     submitted: float = field(default_factory=time.monotonic)
 
     @property
     def is_due(self) -> bool:
         """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether no further step may begin."""
+        return self.cancelled or self.given_up or self.is_due
 
 
 class Scheduler:
@@ -158,6 +165,14 @@ class Scheduler:
         with self._changed:
             self._closed = True
 
+    def give_up(self) -> None:
+        """Take nothing new, and end everything with an `EngineClosedError`, each job at its next turn."""
+        with self._changed:
+            self._closed = True
+            for job in (*self._waiting, *self._running):
+                job.given_up = True
+            self._changed.notify()
+
     def stop(self) -> None:
         """Take nothing new, cancel everything, and let `wait` return False once it has ended."""
         with self._changed:
@@ -178,7 +193,7 @@ class Scheduler:
     def turn(self) -> None:
         """Begin what has room, then give the next running job one step, or the next `max_batch` of them."""
         with self._changed:
-            dropped = [waiter for waiter in self._waiting if waiter.cancelled or waiter.is_due]
+            dropped = [waiter for waiter in self._waiting if waiter.ends_early]
             for waiter in dropped:
                 self._waiting.remove(waiter)
             self._begin()
@@ -228,7 +243,7 @@ class Scheduler:
 
 def _play(job: Job) -> _Played:
     """Give one step to a running job. The step, if there is one, and how the job has ended, if it has."""
-    if job.cancelled or job.is_due:
+    if job.ends_early:
         return None, *_end_early(job)
     try:
         step = next(job.work)
@@ -247,6 +262,8 @@ def _end_early(job: Job) -> tuple[Outcome, Exception | None]:
     job.work.close()
     if job.cancelled:
         return "cancelled", None
+    if job.given_up:
+        return "cancelled", EngineClosedError("The engine closed before the text was complete.")
     waited = time.monotonic() - job.submitted
     return "expired", DeadlineError(f"The deadline passed {waited:.1f} s after the text was asked for.")
 

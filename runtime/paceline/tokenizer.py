@@ -18,7 +18,7 @@ import jinja2.sandbox
 import tokenizers
 
 from .bundle import Bundle, TokenizerEntry
-from .errors import BundleError, InvalidInputError
+from .errors import BundleError, InvalidInputError, shown
 
 __all__ = ["TextStream", "Tokenizer", "check_text"]
 
@@ -103,12 +103,25 @@ class Tokenizer:
         """Token ids of `text`. Special tokens that are written out in it become their ids.
 
         `add_special_tokens` adds what the tokenizer's post-processor puts around a text, for instance a first BOS.
+
+        Raises:
+            InvalidInputError: it is no string, or holds half a character.
         """
+        if not isinstance(text, str):
+            raise InvalidInputError(f"The text must be a string, got {shown(text)}.")
+        check_text(text, "The text")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        """Text of `token_ids`, without special tokens. Ids beyond the vocabulary have none, as a padded model's rows.
+
+        Raises:
+            InvalidInputError: what is given are no integers of at least 0.
+        """
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        except (TypeError, OverflowError) as error:
+            raise InvalidInputError(f"Token ids must be integers of at least 0, got {shown(token_ids)}.") from error
 
     def to_json(self) -> str:
         """The tokenizer as the text of a `tokenizer.json`, for libraries that read one."""
@@ -189,6 +202,7 @@ class Tokenizer:
                 of tools leaves them out.
 
         Raises:
+            BundleError: the template cannot be parsed.
             InvalidInputError: the bundle has no template, no message is given, or the template refuses them.
         """
         if self.chat_template is None:
@@ -207,7 +221,14 @@ class Tokenizer:
             **(self._entry.special_tokens or {}),
         }
         try:
-            return _template(self.chat_template).render(
+            template = _template(self.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise BundleError(
+                f"The bundle's chat template cannot be parsed ({error.message}, line {error.lineno} of "
+                "chat_template.jinja); mend the checkpoint's and export it again."
+            ) from error
+        try:
+            return template.render(
                 messages=list(messages),
                 tools=list(tools) if tools else None,
                 documents=None,

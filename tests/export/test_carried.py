@@ -55,6 +55,33 @@ def test_templates_without_a_usual_one_are_told(tmp_path: Path) -> None:
         Tokenizer.from_bundle(bundle).chat_prompt(MESSAGES)
 
 
+@pytest.mark.parametrize("name", ["default", "tool_use"])
+def test_a_template_that_cannot_be_parsed_is_refused_before_the_trace(name: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", {"default": DEFAULT, name: "a\n{% for m in messages %}{{ m.content }"})
+    with pytest.raises(CheckpointError, match=rf"its chat template '{name}' cannot be parsed \(.*, line 2\); mend or"):
+        export(folder)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_template_that_asks_for_another_sort_of_chat_is_taken(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", "{{ raise_exception('a system message comes first') }}")
+    assert export(folder)[0].models[0].notes == ()
+
+
+def test_added_tokens_with_impossible_ids_are_told(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", DEFAULT)
+    path = folder / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    (sep,) = [token for token in stated["added_tokens"] if token["content"] == "<sep>"]
+    had, sep["id"] = sep["id"], 5
+    path.write_text(json.dumps(stated))
+    report, bundle = export(folder)
+    assert Tokenizer.from_bundle(bundle).added_tokens["<sep>"] == had
+    (note,) = report.models[0].notes
+    assert note.startswith("1 added tokens have other ids")
+    assert f"'<sep>' 5 → {had}" in note
+
+
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "list"])
 def test_a_template_is_found_wherever_it_stands(where: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")

@@ -88,6 +88,11 @@ def test_an_export_for_long_texts(tmp_path: Path, tiny_bundle: Path, monkeypatch
         assert operators(ir.load(root / which / "model.onnx"))["", "If"] == Bundle.open(
             root
         ).manifest.target.num_layers - (which == "draft")
+    for path, told in ((root, True), (tiny_bundle, False)):
+        manifest = Bundle.open(path).manifest
+        assert manifest.target.long_context is told
+        assert manifest.draft is not None
+        assert manifest.draft.long_context is told
     prompt = list(range(20, 40))
     texts = []
     for path in (root, tiny_bundle):

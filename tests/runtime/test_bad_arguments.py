@@ -49,6 +49,8 @@ def test_numbers_beyond_all_bounds_are_refused_with_a_message(settings: dict[str
         ({"request": HUGE}, "request must be"),
         ({"stop_token_ids": [HUGE]}, "stop_token_ids holds id"),
         ({"sampling": SamplingParams(banned_token_ids=(HUGE,))}, "banned_token_ids holds id"),
+        ({"stop_token_ids": [True]}, "stop_token_ids must be integer token ids, got"),
+        ({"stop_token_ids": b"a"}, "stop_token_ids must be integer token ids, got"),
         ({"draft_sampling": SamplingParams(banned_token_ids=(8,))}, "draft_sampling: banned_token_ids holds id 8"),
     ],
 )
@@ -85,3 +87,49 @@ def test_a_bundle_of_no_possible_name_is_refused() -> None:
         paceline.load("nowhere", sampler=np.array(["numpy", "x"]))  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"Unknown provider \[\]"):
         open_session(b"", provider=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), [True], [1.0], 5, None])
+def test_a_prompt_is_a_text_or_ids(prompt: Any) -> None:
+    model = TableModel.random(128, seed=1)
+    with pytest.raises(InvalidInputError, match="prompt must be text or integer token ids, got"):
+        SpeculativeDecoder(model, model, None, 128).generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"forced_token_ids": {1, 2}}, "forced_token_ids must be in the text's order"),
+        ({"forced_token_ids": [True]}, "forced_token_ids must be integer token ids"),
+        ({"banned_token_ids": b"a"}, "banned_token_ids must be integer token ids"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias must map token ids to finite numbers"),
+        ({"temperature": np.bool_(True)}, "temperature must be a finite number of at least 0, got True"),
+        ({"seed": np.float64(1)}, "seed must be None or an integer"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        SamplingParams(**settings)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.int64(3),  # type: ignore[arg-type]
+        seed=np.uint64(2**63),  # type: ignore[arg-type]
+        logit_bias={np.int64(1): np.float32(0.25)},  # type: ignore[dict-item]
+    )
+    assert given == SamplingParams(temperature=0.5, top_k=3, seed=2**63, logit_bias={1: 0.25})
+    assert type(given.top_k) is int
+    model = TableModel.random(8, seed=1)
+    decoder = SpeculativeDecoder(model, model, None, 8)
+    plain, numpy = (
+        decoder.generate([1], given, max_new_tokens=kind(5), num_draft_tokens=kind(2), logprobs=kind(1))  # type: ignore[arg-type]
+        for kind in (int, np.int64)
+    )
+    assert [step.token_ids for step in plain] == [step.token_ids for step in numpy]
+
+
+def test_a_long_value_is_cut_with_a_mark() -> None:
+    with pytest.raises(InvalidInputError, match=r"got \['aaaa.*a…\.$"):
+        SamplingParams(seed=["a" * 200])  # type: ignore[arg-type]

@@ -151,6 +151,16 @@ def test_masks_may_be_signed_longer_and_of_any_byte_order(dtype: Any) -> None:
     assert generate(SamplingParams(1.0, seed=1), constraint=lambda new: words) == [1] * 8
 
 
+def test_where_a_constraint_is_complete_before_the_least_length_that_is_named() -> None:
+    with pytest.raises(NoTokenLeftError, match="min_new_tokens=4 allows no end yet: the text has 2") as raised:
+        generate(
+            SamplingParams(min_new_tokens=4),
+            constraint=lambda new: bitmask({4}, VOCAB) if len(new) == 2 else None,
+            eos=(4,),
+        )
+    assert raised.value.argument == "min_new_tokens"
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, seed=1)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3])
 @pytest.mark.parametrize("max_new_tokens", [3, 4, 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -221,6 +222,29 @@ def test_draining_lets_texts_end_and_takes_nothing_new() -> None:
             assert [step async for step in stream][-1].finish_reason == "length"
         await engine.aclose()
         assert not engine.alive
+
+    run(drain())
+
+
+def test_what_outlasts_a_drain_is_told_so() -> None:
+    model = SlowModel()
+    decoder = SpeculativeDecoder(model, None, None, VOCAB)
+
+    async def drain() -> None:
+        engine = AsyncEngine(max_running=1)
+        streams = [engine.run(start(decoder, request)) for request in range(2)]
+        draining = asyncio.create_task(engine.drain(0.01))
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        await draining
+        for stream in streams:
+            with pytest.raises(EngineClosedError, match="before the text was complete"):
+                assert len([step async for step in stream]) <= 1
+        assert engine.stats.ended["cancelled"] == 2
+        for given in (-1, True, "1", math.inf, math.nan):
+            with pytest.raises(InvalidInputError, match="timeout_s must be None or a number of seconds, got"):
+                await engine.drain(given)  # type: ignore[arg-type]
+        await engine.aclose()
 
     run(drain())
 

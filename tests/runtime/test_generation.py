@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.decoder import SpeculativeDecoder
+from paceline.errors import InvalidInputError
 from paceline.kv_cache import KVCache
 from paceline.sampling import SamplingParams
 from paceline.testing import TableModel
@@ -120,6 +121,18 @@ def test_close_from_another_thread_takes_effect_after_the_step_in_hand() -> None
         steps = running.result(30)
     assert len(steps) == 1
     assert len(target.live_caches) == 0
+
+
+def test_a_second_step_beside_the_one_in_hand_is_refused() -> None:
+    target = _Gate()
+    generation = SpeculativeDecoder(target, None, None, 2).generate([0], max_new_tokens=3)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: list(generation))
+        assert target.entered.wait(30)
+        with pytest.raises(InvalidInputError, match="in the middle of a step"):
+            next(generation)
+        target.passed.set()
+        assert sum(len(step.token_ids) for step in running.result(30)) == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -242,3 +242,21 @@ def test_the_bytes_of_sentencepiece_tokens() -> None:
     backend.add_special_tokens(["<s>"])
     tokenizer = Tokenizer(backend, TokenizerEntry(5, None, (3,), None))
     assert [tokenizer.token_bytes(token_id) for token_id in range(5)] == [b" the", "é".encode(), b"\xe2", b"<s>", b" "]
+
+
+@pytest.mark.parametrize("text", [None, 5, b"x", [], ["x"], "\ud800"])
+def test_what_is_no_text_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"[Tt]he text (must be a string, got|holds a lone surrogate)"):
+        TOKENIZER.encode(text)
+
+
+@pytest.mark.parametrize("ids", [None, 5, [-1], ["a"], [1.5], [2**40]])
+def test_what_are_no_ids_is_refused(ids: Any) -> None:
+    with pytest.raises(InvalidInputError, match="Token ids must be integers of at least 0, got"):
+        TOKENIZER.decode(ids)
+
+
+def test_a_template_that_cannot_be_parsed_is_the_bundles_fault() -> None:
+    broken = Tokenizer(TOKENIZER._backend, TOKENIZER._entry, "{% for m in messages %}{{ m.content }")
+    with pytest.raises(BundleError, match=r"chat template cannot be parsed \(.*, line 1 of chat_template\.jinja\)"):
+        broken.chat_prompt([{"role": "user", "content": "x"}])

@@ -39,6 +39,17 @@ def test_costs_may_have_any_unit(invoke: Invoke) -> None:
     assert ms["plans"][1]["round_cost"] == pytest.approx(0.3 + 1.2 + 0.05)
 
 
+@pytest.mark.parametrize(("most", "said"), [(2, False), (3, True)])
+def test_costs_beyond_those_given_are_said_to_be_guessed(invoke: Invoke, most: int, said: bool) -> None:
+    args = ("--acceptance", 0.8, "--draft-cost", 0.1, "--pass-costs", "1,1.1,1.3", "--draft-tokens", most)
+    assert (
+        "more than the 3 rows that --pass-costs gives go on in a straight line" in invoke("plan", *args).stderr
+    ) is said
+    found = plan(invoke, *args)
+    assert found["settings"]["pass_costs_given"] == 3
+    assert found["settings"]["pass_costs"] == pytest.approx([1, 1.1, 1.3, 1.45][: most + 1])
+
+
 def test_rows_that_cost_make_drafts_shorter(invoke: Invoke) -> None:
     free = plan(invoke, "--acceptance", 0.8, "--draft-cost", 0.1)
     dear = plan(invoke, "--acceptance", 0.8, "--draft-cost", 0.1, "--row-cost", 0.2)

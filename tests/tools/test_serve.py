@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -174,21 +175,38 @@ serve(served, address, ApiKeys(), load=lambda: decoder, on_start=lambda url: pri
 """
 
 
-def test_texts_that_outlast_the_drain_are_ended(tiny_bundle: Path) -> None:
+def test_texts_that_outlast_the_drain_are_ended_and_their_clients_told(tiny_bundle: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", _ENDLESS, tiny_bundle, "1"], stdout=subprocess.PIPE, env=environment(), text=True
+        [sys.executable, "-c", _ENDLESS, tiny_bundle, "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
     )
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         url = process.stdout.readline().strip()
-        body = {"model": "m", "prompt": "x", "max_tokens": 4000, "stream": True}
-        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
-            next(answer.iter_lines())
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0  # 4,000 tokens would have taken 200 s at least
+        body = {"model": "m", "prompt": "x", "max_tokens": 4000}
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=30)
+            with httpx2.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=30) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                time.sleep(0.5)  # the other one has come by then
+                process.send_signal(signal.SIGTERM)
+                last = [line for line in lines if line][-1]  # the stream has a proper end, or this raises
+            refused = waiting.result()
+        assert process.wait(60) == 0  # 4,000 tokens would have taken 200 s at least
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        said = process.stderr.read()
+        assert "2 texts are not complete after 1 s and are ended." in said
+        assert "Cancel" not in said
     finally:
         process.kill()
         process.stdout.close()
+        process.stderr.close()
 
 
 def test_a_connection_too_many_is_503(tiny_bundle: Path) -> None:

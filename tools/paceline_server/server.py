@@ -32,6 +32,7 @@ __all__ = ["Address", "configuration", "serve"]
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
+_TOLD_S = 5  # seconds that streams have to send their last event in, once the time for them is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def configuration(
         access_log=False,
         server_header=False,
         limit_concurrency=address.max_connections,
-        timeout_graceful_shutdown=address.drain_s,
+        timeout_graceful_shutdown=address.drain_s + _TOLD_S,
         ssl_certfile=address.tls_certificate,
         ssl_keyfile=address.tls_key,
     )
@@ -150,7 +151,7 @@ def serve(
     """
     address.check_tls()
     with contextlib.closing(address.bind(served.limits.client_s)) as listening:
-        server = _Server(configuration(served, address, keys, journals), served, load, on_start)
+        server = _Server(configuration(served, address, keys, journals), served, load, on_start, address.drain_s)
         asyncio.run(server.run_all([listening]))
 
 
@@ -161,18 +162,23 @@ class _Server(uvicorn.Server):
         served: Served,
         load: Callable[[], SpeculativeDecoder],
         on_start: Callable[[str], None],
+        drain_s: int,
     ) -> None:
         super().__init__(config)
+        self._drain_s = drain_s
         self._served = served
         self._load = load
         self._on_start = on_start
         self._reload: asyncio.Task[None] | None = None
         self._returning: set[asyncio.Task[None]] = set()
+        self._end: asyncio.Task[None] | None = None
 
     async def run_all(self, sockets: list[socket.socket]) -> None:
         try:
             await self.serve(sockets)
         finally:
+            if self._end is not None:
+                self._end.cancel()
             await self._served.engine.aclose()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -197,7 +203,16 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._served.draining = True
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_task(self._end_texts())
         super().handle_exit(sig, frame)
+
+    async def _end_texts(self) -> None:
+        """End what still runs when the time for it is over, so that each client is told."""
+        await asyncio.sleep(self._drain_s)
+        if left := self._served.engine.stats.running + self._served.engine.stats.waiting:
+            _log.warning("%d texts are not complete after %d s and are ended.", left, self._drain_s)
+        await self._served.engine.drain(0)
 
     def _begin_reload(self) -> None:
         if self._reload is None or self._reload.done():

@@ -158,7 +158,7 @@ def _text(bundle: Bundle) -> str:
         "calibration": lambda model: model.calibration or ("none" if model.block_size else "–"),
         "layers": lambda model: str(model.num_layers),
         "KV heads × size": lambda model: f"{model.num_kv_heads} × {model.head_size}",
-        "context": lambda model: f"{model.max_length} tokens",
+        "context": lambda model: f"{model.max_length} tokens" + (", long ones faster" if model.long_context else ""),
         "logits width": lambda model: (
             str(model.vocab_size) + (f" of {model.num_input_ids} ids" if model.logit_ids else "")
         ),

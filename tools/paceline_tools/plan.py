@@ -89,6 +89,7 @@ def command(
     """
     if row_cost is not None and pass_costs is not None:
         raise click.UsageError("--row-cost and --pass-costs exclude each other; give one of them.")
+    given = 0 if pass_costs is None else len(pass_costs)
     if pass_costs is None:
         pass_costs = (1.0, 1.0 + (row_cost or 0.0))
     if not _LEAST <= min(pass_costs) <= max(pass_costs) <= _MOST:
@@ -125,11 +126,18 @@ def command(
             "draft_cost": c,
             "overhead": o,
             "pass_costs": [v(k) for k in range(most + 1)],
+            "pass_costs_given": given,
         }
         best_row = {"num_draft_tokens": best, "speedup": gain, "break_even_acceptance": least}
         click.echo(json.dumps({"settings": settings, "best": best_row, "plans": rows}, ensure_ascii=False))
         return
     click.echo(_text(rows, best, gain, least))
+    if most + 1 > given > 0:
+        click.echo(
+            f"Passes of more than the {given} rows that --pass-costs gives go on in a straight line from the "
+            "first to the last.",
+            err=True,
+        )
 
 
 def _break_even(pays: Callable[[float], bool]) -> float | None:

@@ -223,6 +223,8 @@ def read_json(path: Path, expected: str, version: int) -> dict[str, Any]:
 def _checked(value: Any, expected: Any, where: str) -> Any:
     """`value`, if it is of the type that `expected` says, or an object with at least these fields."""
     kind = dict if isinstance(expected, dict) else expected
+    if kind is float and type(value) is int:  # as other writers of JSON write whole numbers
+        return value
     if type(value) is not kind:
         raise BundleError(f"{where} should be of type {kind.__name__}, got {value!r:.60}")
     for name, inner in expected.items() if isinstance(expected, dict) else ():
