@@ -127,7 +127,7 @@ class ModelExport:
         """
         made = trace(self.checkpoint.config, max_length=self.max_length, dtype=self.stored.dtype, flavor=self.flavor)
         self.flavor.finish(made.model)
-        folded = self.long_context and fold_query_heads(made.model)
+        folded = self.long_context and fold_query_heads(made.model) > 0
         if self.long_context and not folded and self.which == "target":
             raise CheckpointError(
                 f"{self.checkpoint.source.name}: long_context asks for heads that share keys and values, rotate, and "

@@ -162,9 +162,9 @@ from paceline_server.keys import ApiKeys
 from paceline_server.server import Address, serve
 
 class Slow(TableModel):
-    def forward(self, *args):
+    def forward(self, *args, **kwargs):
         time.sleep(0.05)
-        return super().forward(*args)
+        return super().forward(*args, **kwargs)
 
 pair = load(sys.argv[1])
 model = Slow.random(pair.vocab_size, seed=1, order=1, max_length=4096)
