@@ -86,6 +86,7 @@ class GrammarConstraint:
             parsed, text = {}, "{}"
         if not isinstance(parsed, dict):
             raise InvalidInputError(f"A JSON schema must be an object, got {text:.80}.")
+        check_guidance(parsed)
         _check_text(text, "JSON schema")
         # `lenient` would drop what is not supported.
         grammar = _llguidance().grammar_from_json_schema(text, overrides={"lenient": False})
@@ -281,6 +282,18 @@ def _with_ids(grammar: str, tokenizer: Tokenizer) -> str:
         return part[0] if token_id is None or tokenizer.is_special(token_id) else f"<[{token_id}]>"
 
     return _LARK_PARTS.sub(with_id, grammar)
+
+
+def check_guidance(schema: Mapping[str, Any]) -> None:
+    """Check that llguidance's options in a JSON schema are such; it checks their names and types itself.
+
+    Raises:
+        InvalidInputError: the key `x-guidance` holds no object.
+    """
+    if not isinstance(options := schema.get("x-guidance", {}), dict):
+        raise InvalidInputError(
+            f"The schema's key x-guidance holds {options!r:.80}; an object with llguidance's options is expected."
+        )
 
 
 def _check_text(text: object, kind: str) -> None:

@@ -299,6 +299,7 @@ LARGE, STRICT = schema_of(40_000, strict=True), schema_of(30_000, strict=True)
         (TEMPLATE, {"tools": [schema_of(70_000)], "tool_choice": "required"}, "tools", "65,536 characters together"),
         (TEMPLATE, {"tools": [LARGE, STRICT]}, "tools", "65,536 characters together"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no function x"),
+        (TEMPLATE, {"tools": [schema_of(1, strict=True, parameters={"x-guidance": 5})]}, "tools", "x-guidance holds 5"),
         (TEMPLATE, {"response_format": {"type": "json_object"}}, "response_format", "exclude"),
         (TEMPLATE, {"stream": True, "stream_options": {"include_pieces": True}}, "stream_options", "exclude"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.grammar import GrammarConstraint
+from paceline.grammar import GrammarConstraint, check_guidance
 from paceline.tokenizer import Tokenizer
 
 from .api_error import ApiError
@@ -136,9 +136,8 @@ def _schema(tool: Tool, is_forced: bool) -> dict[str, Any]:
     parameters = tool.function.parameters
     if parameters is None:  # no parameters at all, as OpenAI's API has it
         return {"type": "object", "additionalProperties": False}
-    guidance = parameters.get("x-guidance")
-    # `lenient` would drop what is not supported.
-    options = {**(guidance if isinstance(guidance, dict) else {}), "lenient": False}
+    check_guidance(parameters)
+    options = {**parameters.get("x-guidance", {}), "lenient": False}  # `lenient` would drop what is not supported
     return {**parameters, "type": "object", "x-guidance": options}
 
 
