@@ -367,7 +367,7 @@ def test_a_drafter_cannot_change_the_text() -> None:
     [
         ({"prompt": [1, VOCAB]}, f"prompt holds id {VOCAB}, outside the vocabulary of {VOCAB}"),
         ({"prompt": [-1]}, "prompt holds id -1"),
-        ({"prompt": [1.5]}, "prompt must be integer token ids"),
+        ({"prompt": [1.5]}, "prompt must be text or integer token ids"),
         ({"prompt": "text"}, "no tokenizer"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be 'auto' or an integer of at least 0.*got -1"),
         ({"num_draft_tokens": 2.0}, "num_draft_tokens must be 'auto' or an integer"),
