@@ -2,16 +2,19 @@
 
     PYTHONPATH=runtime:export:tools python tests/server/measure_serve.py BUNDLE [--clients 64] [--tokens 32]
 
-The server is a process of its own; library and server take turns, request by request. Every text is compared with the
-library's. The last line of stdout is one JSON document.
+The server is a process of its own; library and server take turns, request by request, in changing order. Between
+turns is a pause, in which the threads of the one before cease to spin. Every text is compared with the library's. The
+last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -27,6 +30,8 @@ from paceline import SamplingParams, SpeculativeDecoder
 
 PROMPT = "Question: what is a paceline, and why do riders take turns at its front?\nAnswer:"
 
+PAUSE_S = 0.2
+
 
 def by_library(decoder: SpeculativeDecoder, seed: int, tokens: int) -> tuple[str, float, float]:
     """A text, seconds to its first token, and seconds to its end."""
@@ -40,8 +45,24 @@ def by_library(decoder: SpeculativeDecoder, seed: int, tokens: int) -> tuple[str
     return generation.text, first, time.perf_counter() - started
 
 
+def by_http(url: str, seed: int, tokens: int) -> tuple[str, float, float]:
+    """The same from a server, to a client that only reads and leaves the parsing for later."""
+    started = time.perf_counter()
+    body = {"model": "m", "prompt": PROMPT, "seed": seed, "max_tokens": tokens, "min_tokens": tokens, "stream": True}
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer, first, received = connection.getresponse(), 0.0, b""
+    while piece := answer.read1():
+        first = first or time.perf_counter() - started
+        received += piece
+    whole = time.perf_counter() - started
+    connection.close()
+    events = [line.removeprefix("data: ") for line in received.decode().splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events), first, whole
+
+
 async def by_server(client: openai.AsyncOpenAI, seed: int, tokens: int) -> tuple[str, float, float]:
-    """The same, as a client sees it."""
+    """The same, as OpenAI's own client sees it, which shares the cores and parses between the tokens."""
     started = time.perf_counter()
     chunks = await client.completions.create(
         model="m", prompt=PROMPT, seed=seed, max_tokens=tokens, stream=True, extra_body={"min_tokens": tokens}
@@ -60,12 +81,21 @@ async def measure(
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
         by_library(decoder, 0, tokens)
         await by_server(client, 0, tokens)
-        alone = []
+        alone: list[Turns] = []
         for seed in range(pairs):
-            library = by_library(decoder, seed, tokens)
-            server = await by_server(client, seed, tokens)
-            assert server[0] == library[0]
-            alone.append((library, server))
+            sides = ["library", "http", "openai"]
+            random.Random(seed).shuffle(sides)
+            turns = {}
+            for side in sides:
+                time.sleep(PAUSE_S)
+                if side == "library":
+                    turns[side] = by_library(decoder, seed, tokens)
+                elif side == "http":
+                    turns[side] = by_http(url, seed, tokens)
+                else:
+                    turns[side] = await by_server(client, seed, tokens)
+            assert len({text for text, _, _ in turns.values()}) == 1
+            alone.append(turns)
         wanted = [by_library(decoder, seed, tokens)[0] for seed in range(clients)]
         memory, started = resident(pid), time.perf_counter()
         many = await asyncio.gather(*(by_server(client, seed, tokens) for seed in range(clients)))
@@ -74,10 +104,12 @@ async def measure(
     rates = sorted(tokens / seconds for _, _, seconds in many)
     firsts, wholes = sorted(first for _, first, _ in many), sorted(seconds for _, _, seconds in many)
     return {
-        "overhead": statistics.median(server[2] / library[2] for library, server in alone) - 1,
-        "first_token_ms_more": 1000 * statistics.median(server[1] - library[1] for library, server in alone),
-        "library_first_token_ms": 1000 * statistics.median(library[1] for library, _ in alone),
-        "library_tokens_per_s": statistics.median(tokens / library[2] for library, _ in alone),
+        "overhead": overhead(alone, "http"),
+        "overhead_with_openai_client": overhead(alone, "openai"),
+        "first_token_ms_more": first_token_ms_more(alone, "http"),
+        "first_token_ms_more_with_openai_client": first_token_ms_more(alone, "openai"),
+        "library_first_token_ms": 1000 * statistics.median(turns["library"][1] for turns in alone),
+        "library_tokens_per_s": statistics.median(tokens / turns["library"][2] for turns in alone),
         "clients": clients,
         "tokens_per_s": clients * tokens / wall,
         "slowest_over_median_rate": rates[0] / statistics.median(rates),
@@ -85,6 +117,19 @@ async def measure(
         "text_s": {name: at(wholes, share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "resident_mb": (memory, resident(pid)),
     }
+
+
+Turns = dict[str, tuple[str, float, float]]  # a text by each side
+
+
+def overhead(alone: list[Turns], side: str) -> float:
+    """What a text takes longer than by the library, as a share."""
+    return statistics.median(turns[side][2] / turns["library"][2] for turns in alone) - 1
+
+
+def first_token_ms_more(alone: list[Turns], side: str) -> float:
+    """Milliseconds that a first token takes longer than by the library."""
+    return 1000 * statistics.median(turns[side][1] - turns["library"][1] for turns in alone)
 
 
 def at(values: list[float], share: float) -> float:
@@ -116,7 +161,7 @@ def main() -> None:
         server.send_signal(signal.SIGTERM)
         server.wait()
     for name, value in figures.items():
-        print(f"{name:<26} {value}")
+        print(f"{name:<38} {value}")
     print(json.dumps(figures))
 
 
