@@ -172,7 +172,7 @@ class AsyncEngine:
         return self._run(works, timeout_s)
 
     def _run(self, works: Sequence[Generation | Scoring], timeout_s: float | None) -> list[StepStream[Any]]:
-        if timeout_s is not None and not (_is_duration(timeout_s, least=0) and timeout_s > 0):
+        if timeout_s is not None and not (_is_duration(timeout_s) and timeout_s > 0):
             raise InvalidInputError(f"timeout_s must be None or a number of seconds above 0, got {shown(timeout_s)}.")
         for work in works:
             if not isinstance(work, Generation | Scoring):
@@ -202,8 +202,8 @@ class AsyncEngine:
         Raises:
             InvalidInputError: a bad `timeout_s`.
         """
-        if timeout_s is not None and not _is_duration(timeout_s, least=0):
-            raise InvalidInputError(f"timeout_s must be None or a number of seconds, got {shown(timeout_s)}.")
+        if timeout_s is not None and not _is_duration(timeout_s):
+            raise InvalidInputError(f"timeout_s must be None or a number of seconds from 0, got {shown(timeout_s)}.")
         self._scheduler.close()
         if not await asyncio.to_thread(self._nobody_left.wait, timeout_s):
             self._scheduler.give_up()
@@ -248,5 +248,5 @@ class AsyncEngine:
                 self._nobody_left.set()
 
 
-def _is_duration(value: object, *, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
