@@ -70,6 +70,11 @@ class Batchable:
         """Bytes of keys and values that a cache takes for each of its positions; 0 where the model does not tell."""
         return int(getattr(self.inner, "kv_bytes_per_position", 0))
 
+    @property
+    def prefill_rows(self) -> int | None:
+        """Rows of a long prompt in one pass; None where the model does not tell."""
+        return getattr(self.inner, "prefill_rows", None)
+
     def new_cache(self, max_length: int) -> KVCache:
         """Make an empty cache; see `CausalLM.new_cache`."""
         return self.inner.new_cache(max_length)

@@ -146,6 +146,19 @@ class Generation(Iterator[Step]):
         return self
 
     def __next__(self) -> Step:
+        while (step := self.advance()) is None:
+            pass
+        return step
+
+    def advance(self) -> Step | None:
+        """Do a part of the work: the next step, or None behind a piece of a long prompt.
+
+        For whoever runs several texts in turns, and does not want a long prompt to hold up the others.
+
+        Raises:
+            StopIteration: the last step was given.
+            InvalidInputError: another thread, or this generation's own constraint or drafter, is in the middle of it.
+        """
         try:
             step = next(self._steps)
         except ValueError as error:
@@ -167,7 +180,7 @@ class Generation(Iterator[Step]):
     ) -> None:
         self.close()
 
-    def _loop(self) -> Generator[Step, None, None]:
+    def _loop(self) -> Generator[Step | None, None, None]:
         tokens = list(self._prompt)
         try:
             yield from self._rounds(tokens)
@@ -176,17 +189,24 @@ class Generation(Iterator[Step]):
             raise
         self._caches.keep(tokens)
 
-    def _rounds(self, tokens: list[int]) -> Generator[Step, None, None]:
+    def _rounds(self, tokens: list[int]) -> Generator[Step | None, None, None]:
         # The caches are local to this generator: they are freed, or kept for other texts, when it ends or is closed.
         cache = self._caches.new(self._target)
         self._stats = replace(self._stats, cached_tokens=cache.length)
         if self._new_drafter:
             cache.rollback(cache.length)  # a cache that cannot take tokens back says so before the first token
 
+        rows = getattr(self._target, "prefill_rows", None)
+        while rows and len(tokens) - cache.length > rows:
+            started = text_time()
+            self._target.forward(tokens[cache.length : cache.length + rows], cache, 1)
+            self._stats = replace(self._stats, prefill_s=self._stats.prefill_s + text_time() - started)
+            yield None
         started = text_time()
         played = self._play(tokens, 0, cache, None)
         step = self._emit(tokens[len(self._prompt) :], played)
-        self._stats = replace(self._stats.after_prefill(len(step.token_ids)), prefill_s=text_time() - started)
+        read_s = self._stats.prefill_s + text_time() - started
+        self._stats = replace(self._stats.after_prefill(len(step.token_ids)), prefill_s=read_s)
         yield step
 
         drafter = None

@@ -250,6 +250,11 @@ class OrtModel:
         """Bytes of keys and values that a cache takes for each of its positions."""
         return self.entry.kv_bytes_per_position
 
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of a long prompt in one run of the graph."""
+        return PREFILL_ROWS
+
     def new_cache(self, max_length: int) -> OrtKVCache:
         """Make an empty cache.
 

@@ -25,8 +25,11 @@ _MEMORY = 0.95
 _LONGEST_RETRY_S = 60.0
 
 
-class Work(Iterator[Any], Protocol):
+class Work(Protocol):
     """What a scheduler runs step by step: a `Generation`, or anything that looks like one."""
+
+    def advance(self) -> Any:
+        """The next step, or None where others may have a turn before there is one; StopIteration behind the last."""
 
     @property
     def finished(self) -> bool:
@@ -73,7 +76,7 @@ class Job:
 
 
 class Scheduler:
-    """Gives each running job one step in turn; a step is a round of speculative sampling, or a prompt's prefill.
+    """Gives each running job one step in turn: a round of speculative sampling, or a piece of a prompt's prefill.
 
     With `max_batch` above 1 so many jobs have their steps together, and the models' passes are shared where they can
     be: see `Rendezvous`.
@@ -246,7 +249,7 @@ def _play(job: Job) -> _Played:
     if job.ends_early:
         return None, *_end_early(job)
     try:
-        step = next(job.work)
+        step = job.work.advance()
         if not job.work.finished:
             return step, None, None
         job.work.close()

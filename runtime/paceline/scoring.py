@@ -67,6 +67,10 @@ class Scoring(Iterator[tuple[TokenLogprobs, ...]]):
     def __next__(self) -> tuple[TokenLogprobs, ...]:
         return next(self._pieces)
 
+    def advance(self) -> tuple[TokenLogprobs, ...]:
+        """The next piece, as `next` gives it."""
+        return next(self._pieces)
+
     def _loop(self) -> Generator[tuple[TokenLogprobs, ...], None, None]:
         feed, wanted = self._token_ids[:-1], self._token_ids[1:]
         cache = self._decoder.target.new_cache(len(self._token_ids))

@@ -110,6 +110,11 @@ class TrtModel:
         return self.engine.entry.max_length
 
     @property
+    def prefill_rows(self) -> int:
+        """Rows of a long prompt in one pass."""
+        return self.engine.max_rows
+
+    @property
     def max_draft_tokens(self) -> int:
         """Largest number of drafted tokens that a pass verifies."""
         return self.engine.entry.max_draft_tokens

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 from paceline import AsyncEngine, Generation, PrefixCache, SamplingParams, SpeculativeDecoder, Step
 from paceline.errors import DeadlineError, EngineClosedError, InvalidInputError, MemoryBudgetError, OverloadError
-from paceline.scheduler import Job, Scheduler
+from paceline.scheduler import Job, Outcome, Scheduler
 from paceline.scoring import Scoring
 from paceline.testing import TableModel
 
@@ -343,10 +343,7 @@ class Letters:
     def close(self) -> None:
         self.left = 0
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> str:
+    def advance(self) -> str:
         self.left -= 1
         return "abc"[self.left % 3]
 
@@ -366,6 +363,74 @@ def test_rounds_take_turns_and_a_newcomer_joins_them() -> None:
     while scheduler.num_running:
         scheduler.turn()
     assert "".join(order) == "abacbacbad"
+
+
+class InPieces(TableModel):
+    """Reads three tokens of a prompt at a time, and takes down how many it was fed."""
+
+    prefill_rows = 3
+
+    def __init__(self) -> None:
+        super().__init__(np.random.default_rng(4).standard_normal((VOCAB,) * 3), max_length=64)
+        self.fed: list[int] = []
+
+    def forward(self, tokens: Any, *args: Any, **options: Any) -> Any:
+        self.fed.append(len(tokens))
+        return super().forward(tokens, *args, **options)
+
+
+LONG = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1]
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    decoder = SpeculativeDecoder(InPieces(), None, None, VOCAB)
+    scheduler = Scheduler(max_running=2, max_waiting=8, kv_budget=None)
+    order: list[str] = []
+
+    def submit(name: str, prompt: list[int]) -> None:
+        work = decoder.generate(prompt, max_new_tokens=4)
+        scheduler.submit([Job(work, lambda step: order.append(name), lambda outcome, error: None)])
+
+    submit("long", LONG)  # pieces of 3, 3, 3, and the 2 that are left
+    submit("short", LONG[:2])
+    while scheduler.num_running or scheduler.num_waiting:
+        scheduler.turn()
+    assert order == ["short"] * 3 + ["long", "short", "long", "long", "long"]
+
+
+def test_pieces_of_a_prompt_change_no_text_and_are_no_steps() -> None:
+    model = InPieces()
+    whole = SpeculativeDecoder(TableModel(model._table, max_length=64), None, None, VOCAB)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    expected = list(whole.generate(LONG, sampling, max_new_tokens=6))
+    in_pieces = SpeculativeDecoder(model, None, None, VOCAB).generate(LONG, sampling, max_new_tokens=6)
+    assert list(in_pieces) == expected
+    assert model.fed == [3, 3, 3, 2, 1, 1, 1, 1, 1]
+    assert in_pieces.stats.new_tokens == 6
+    for length in (1, 2, 3, 4):  # three tokens at most are read in one go
+        model.fed.clear()
+        next(SpeculativeDecoder(model, None, None, VOCAB).generate(LONG[:length], max_new_tokens=2))
+        assert model.fed == ([length] if length < 4 else [3, 1])
+
+
+def test_a_prompt_that_is_given_up_in_the_middle_is_not_read_to_its_end_and_what_was_read_is_kept() -> None:
+    model = InPieces()
+    decoder = SpeculativeDecoder(model, None, None, VOCAB, prefixes=PrefixCache(1 << 20))
+    scheduler = Scheduler(max_running=1, max_waiting=8, kv_budget=None)
+    prompt = [place % VOCAB for place in range(40)]
+    ends: list[Outcome] = []
+    job = Job(decoder.generate(prompt), lambda step: None, lambda outcome, error: ends.append(outcome))
+    scheduler.submit([job])
+    for _ in range(7):
+        scheduler.turn()
+    scheduler.cancel(job)
+    scheduler.turn()
+    assert ends == ["cancelled"]
+    assert model.fed == [3] * 7
+    again = decoder.generate(prompt, max_new_tokens=1)
+    next(again)
+    assert again.stats.cached_tokens == 21
+    assert sum(model.fed) == 40
 
 
 def test_a_text_that_fits_waits_behind_one_that_does_not_yet() -> None:

@@ -155,6 +155,20 @@ def test_a_long_prompt_in_pieces_is_the_prompt_at_once(model: OrtModel, monkeypa
     np.testing.assert_allclose(pieces, whole, atol=TOLERANCE)
 
 
+def test_a_generation_reads_a_long_prompt_in_pieces(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(300, 340))
+    expected = decoder.generate(prompt, max_new_tokens=4, num_draft_tokens=0)
+    list(expected)
+    monkeypatch.setattr("paceline.ort.PREFILL_ROWS", 16)
+    generation = decoder.generate(prompt, max_new_tokens=4, num_draft_tokens=0)
+    parts = [generation.advance() for _ in range(3)]
+    assert [part is None for part in parts] == [True, True, False]  # 16, 16, and the 8 that are left
+    list(generation)
+    assert generation.token_ids == expected.token_ids
+
+
 def test_logits_are_computed_for_the_wanted_rows_only(model: OrtModel) -> None:
     cache = model.new_cache(512)
     logits = model.forward(list(range(5, 305)), cache, 2)
