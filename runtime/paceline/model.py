@@ -19,7 +19,9 @@ __all__ = ["BatchedLM", "CausalLM", "Feed", "ResidentLM", "checked_ids"]
 class CausalLM(Protocol):
     """A causal language model with an explicit KV cache.
 
-    One model may serve any number of caches, from several threads at once.
+    One model may serve any number of caches, from several threads at once. It may also have `prefill_rows`, an integer:
+    longer prompts are then fed in pieces of so many tokens, between which other texts may have their turns; and
+    `kv_bytes_per_position`, what an engine's budget of memory counts by.
     """
 
     @property
