@@ -70,7 +70,7 @@ class Trace:
     folded: bool = False
 
 
-_TRACES: dict[tuple[str, int, str, str], tuple[Flavor, Trace]] = {}  # by what they depend on, the longest unused first
+_TRACES: dict[tuple[str, int, str, Flavor], Trace] = {}  # by what they depend on, the longest unused first
 _MAX_TRACES = 16
 
 
@@ -123,14 +123,13 @@ def trace(
         CheckpointError: the architecture cannot be expressed, with the reason.
     """
     said = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    key = (repr(said), max_length, dtype, flavor.name)
-    its_flavor, made = _TRACES.pop(key, (None, None))
-    if made is None or its_flavor is not flavor:
+    key = (repr(said), max_length, dtype, flavor)
+    if (made := _TRACES.pop(key, None)) is None:
         try:
             made = _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=True)
         except ChangedRotationError:
             made = _trace(config, max_length, _DTYPES[dtype], flavor, by_operators=False)
-    _TRACES[key] = flavor, made
+    _TRACES[key] = made
     if len(_TRACES) > _MAX_TRACES:
         del _TRACES[next(iter(_TRACES))]
     return replace(made, model=made.model.clone(), constants=dict(made.constants))

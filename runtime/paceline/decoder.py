@@ -24,7 +24,7 @@ from .planner import MOST_DRAFT_TOKENS, Planner
 from .prefix_cache import GenerationCaches, PrefixCache
 from .rounds import PlayRound, play_round
 from .row_sampler import RowSampler
-from .sampling import SamplingParams, plain_number, token_index
+from .sampling import SamplingParams, plain_number, token_indices
 from .stopping import Cutter
 from .streams import Streams
 from .tokenizer import Tokenizer, check_text
@@ -376,9 +376,7 @@ class SpeculativeDecoder:
 
     def _ids(self, values: Iterable[Any], name: str) -> tuple[int, ...]:
         try:
-            if isinstance(values, bytes | bytearray):
-                raise TypeError("bytes are no token ids")
-            ids = tuple(token_index(value) for value in values)
+            ids = token_indices(values)
         except TypeError as error:
             text = "text or " if name == "prompt" else ""
             raise InvalidInputError(f"{name} must be {text}integer token ids, got {shown(values)}.", name) from error

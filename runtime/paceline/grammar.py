@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InstallationError, InvalidInputError
+from .errors import InstallationError, InvalidInputError, shown
 from .tokenizer import Tokenizer, check_text
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def check_guidance(schema: Mapping[str, Any]) -> None:
     """
     if not isinstance(options := schema.get("x-guidance", {}), dict):
         raise InvalidInputError(
-            f"The schema's key x-guidance holds {options!r:.80}; an object with llguidance's options is expected."
+            f"The schema's key x-guidance holds {shown(options)}; an object with llguidance's options is expected."
         )
 
 

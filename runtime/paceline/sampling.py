@@ -26,7 +26,7 @@ __all__ = [
     "plain_number",
     "sample",
     "softmax_at",
-    "token_index",
+    "token_indices",
 ]
 
 # Entries that are summed in the logits' own precision; the sums of blocks are added in float64. A float32 running sum
@@ -245,12 +245,18 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def token_index(value: Any) -> int:
-    """A token id as an integer of Python.
+def token_indices(values: Any) -> tuple[int, ...]:
+    """Token ids as integers of Python.
 
     Raises:
-        TypeError: it is none; True and False are none.
+        TypeError: they are none; bytes, True and False are none.
     """
+    if isinstance(values, bytes | bytearray):
+        raise TypeError("bytes are no token ids")
+    return tuple(_token_index(value) for value in values)
+
+
+def _token_index(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a truth value is no token id")
     return operator.index(value)
@@ -281,7 +287,7 @@ def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     expected = "logit_bias must map token ids to finite numbers"
     try:
         pairs = list(bias.items() if isinstance(bias, Mapping) else bias)  # type: ignore[call-overload]
-        given = {token_index(token_id): plain_number(value) for token_id, value in pairs}
+        given = {_token_index(token_id): plain_number(value) for token_id, value in pairs}
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"{expected}, got {shown(bias)}.", "logit_bias") from error
     checked = []
@@ -297,9 +303,7 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if name == "forced_token_ids" and isinstance(values, Set):
         raise InvalidInputError(f"{name} must be in the text's order, got {shown(values)}; give a list.", name)
     try:
-        if isinstance(values, bytes | bytearray):
-            raise TypeError("bytes are no token ids")
-        ids = tuple(token_index(value) for value in values)  # type: ignore[attr-defined]
+        ids = token_indices(values)
     except TypeError as error:
         raise InvalidInputError(f"{name} must be integer token ids, got {shown(values)}.", name) from error
     if ids and min(ids) < 0:

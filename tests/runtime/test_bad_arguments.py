@@ -113,23 +113,26 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    given = SamplingParams(
-        temperature=np.float32(0.5),  # type: ignore[arg-type]
-        top_k=np.int64(3),  # type: ignore[arg-type]
-        seed=np.uint64(2**63),  # type: ignore[arg-type]
-        logit_bias={np.int64(1): np.float32(0.25)},  # type: ignore[dict-item]
-    )
+    settings: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "top_k": np.int64(3),
+        "seed": np.uint64(2**63),
+        "logit_bias": {np.int64(1): np.float32(0.25)},
+    }
+    given = SamplingParams(**settings)
     assert given == SamplingParams(temperature=0.5, top_k=3, seed=2**63, logit_bias={1: 0.25})
     assert type(given.top_k) is int
     model = TableModel.random(8, seed=1)
     decoder = SpeculativeDecoder(model, model, None, 8)
+    kinds: tuple[Any, ...] = (int, np.int64)
     plain, numpy = (
-        decoder.generate([1], given, max_new_tokens=kind(5), num_draft_tokens=kind(2), logprobs=kind(1))  # type: ignore[arg-type]
-        for kind in (int, np.int64)
+        decoder.generate([1], given, max_new_tokens=kind(5), num_draft_tokens=kind(2), logprobs=kind(1))
+        for kind in kinds
     )
     assert [step.token_ids for step in plain] == [step.token_ids for step in numpy]
 
 
 def test_a_long_value_is_cut_with_a_mark() -> None:
+    seed: Any = ["a" * 200]
     with pytest.raises(InvalidInputError, match=r"got \['aaaa.*a…\.$"):
-        SamplingParams(seed=["a" * 200])  # type: ignore[arg-type]
+        SamplingParams(seed=seed)

@@ -63,7 +63,7 @@ class WeightNodes(Protocol):
         """Rows of the table that `product` multiplies by under the same name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flavor:
     """A kind of graph: what runs it, its operators and inputs, and how its weights are stored.
 

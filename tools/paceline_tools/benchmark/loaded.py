@@ -21,6 +21,7 @@ import click
 import paceline
 from paceline import Bundle, SpeculativeDecoder
 from paceline.bundle import MANIFEST_NAME, ModelEntry
+from paceline.ort_session import pool_threads
 from paceline_tools.measure import machine
 
 from .meters import read_bandwidth
@@ -67,7 +68,8 @@ class Loaded:
             engines=engines,
         )
         seconds = time.perf_counter() - started
-        return cls(bundle, decoder, seconds, threads or len(os.sched_getaffinity(0)), provider in ("cpu", "openvino"))
+        number = pool_threads() or len(os.sched_getaffinity(0))
+        return cls(bundle, decoder, seconds, number, provider in ("cpu", "openvino"))
 
     @property
     def context(self) -> int:
